@@ -1,0 +1,27 @@
+# The only set-up a newcomer needs: each target builds .venv first if it is missing. Prerequisites: Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup demo test test-all check
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python -P -m ftrain.cli.demo
+
+test: setup
+	$(BIN)/python -P -m pytest -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/python -P -m pytest -m "not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports

@@ -1,0 +1,1 @@
+"""From live training state to boxes in a checkpoint, and back."""

@@ -1,0 +1,1 @@
+"""Where storage, recovery and the engine meet."""

@@ -1,0 +1,1 @@
+"""Where every parameter lives: mesh, placement, buckets, the sharded optimizer."""

@@ -1,0 +1,1 @@
+"""The arithmetic of a run before it is started."""

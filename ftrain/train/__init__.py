@@ -1,0 +1,1 @@
+"""The training loop and what one step is made of."""

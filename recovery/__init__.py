@@ -1,0 +1,1 @@
+"""The supervisor: every interruption understood, decided on, survived, and accounted for."""
