@@ -1,7 +1,8 @@
 """The whole configuration of a run, on one page.
 
-A config is data, not code: the supervisor re-reads it after a crash, on another node, without importing the trainer, and its
-fingerprint says whether it changed. TOML in, these Structs as the schema, canonical JSON as the record. Unknown keys are errors.
+A config is data, not code: the supervisor re-reads it after a crash, on another node, without importing the trainer, and
+its fingerprint says whether it changed. TOML in, these Structs as the schema, canonical JSON as the record; unknown keys are
+errors.
 Precedence, all of it: the defaults below, then the TOML file, then `--set a.b=v`. No environment variables.
 
 Each field says what may happen to it when an existing run is resumed with another value:
@@ -31,12 +32,12 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: immutable, keyword-only, strict."""
 
 
-class Run(Section, kw_only=True):
+class Run(Section, frozen=True, kw_only=True):
     """What is run, and where its checkpoints and ledger live."""
 
     url: Annotated[str, Meta(description="folder or URL (s3://bucket/key) of the run", extra=FREE)]
     steps: Annotated[int, Meta(ge=1, description="optimizer steps of the whole run", extra=RECORDED)]
-    seed: Annotated[int, Meta(ge=0, lt=2**63, description="seed of initial values and data order", extra=REFUSED)] = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**62, description="seed of initial values and data order", extra=REFUSED)] = 0
     local_dir: Annotated[
         str,
         Meta(
@@ -47,15 +48,13 @@ class Run(Section, kw_only=True):
     ] = ""
 
 
-class Model(Section, kw_only=True):
+class Model(Section, frozen=True, kw_only=True):
     """A Llama-style decoder. Sizes are numbers of elements."""
 
     layers: Annotated[int, Meta(ge=1, description="number of decoder layers", extra=REFUSED)]
     hidden: Annotated[int, Meta(ge=1, description="width of the residual stream", extra=REFUSED)]
     heads: Annotated[int, Meta(ge=1, description="number of query heads", extra=REFUSED)]
-    kv_heads: Annotated[
-        int, Meta(ge=0, description="number of key/value heads; 0: as many as heads", extra=REFUSED)
-    ] = 0
+    kv_heads: Annotated[int, Meta(ge=0, description="number of key/value heads; 0: as many as heads", extra=REFUSED)] = 0
     head_dim: Annotated[int, Meta(ge=0, description="size of a head; 0: hidden / heads", extra=REFUSED)] = 0
     ffn: Annotated[int, Meta(ge=1, description="inner width of the SwiGLU block", extra=REFUSED)]
     vocab: Annotated[int, Meta(ge=2, description="vocabulary size, unpadded", extra=REFUSED)]
@@ -65,14 +64,14 @@ class Model(Section, kw_only=True):
     init_std: Annotated[float, Meta(gt=0, description="standard deviation of initial matrices", extra=REFUSED)] = 0.02
 
 
-class Source(Section, kw_only=True):
+class Source(Section, frozen=True, kw_only=True):
     """One corpus of a blend."""
 
     path: Annotated[str, Meta(description="prefix of a .bin/.idx pair, or `stdlib`: the interpreter's own library")]
     weight: Annotated[float, Meta(gt=0, description="share of the blend, relative to the other sources")] = 1.0
 
 
-class Data(Section, kw_only=True):
+class Data(Section, frozen=True, kw_only=True):
     """Where the tokens come from. The order is a pure function of (seed, position)."""
 
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, description="corpora, blended by weight", extra=ACCEPT)]
@@ -86,16 +85,14 @@ class Data(Section, kw_only=True):
     ] = True
 
 
-class Batch(Section, kw_only=True):
+class Batch(Section, frozen=True, kw_only=True):
     """How many sequences make one update. Replicas may take unequal numbers of micro-batches."""
 
     global_batch: Annotated[int, Meta(ge=1, description="sequences in one update, over all replicas", extra=ACCEPT)]
-    micro_batch: Annotated[
-        int, Meta(ge=1, description="sequences in one forward pass of a replica", extra=RECORDED)
-    ] = 1
+    micro_batch: Annotated[int, Meta(ge=1, description="sequences in one forward pass of a replica", extra=RECORDED)] = 1
 
 
-class Parallel(Section, kw_only=True):
+class Parallel(Section, frozen=True, kw_only=True):
     """How the model is cut. DP is what remains of the ranks: it is derived, never typed."""
 
     ranks: Annotated[int, Meta(ge=1, description="number of ranks over all nodes", extra=RECORDED)] = 1
@@ -111,7 +108,7 @@ class Parallel(Section, kw_only=True):
     bucket_mib: Annotated[float, Meta(gt=0, description="bf16 MiB of a gradient bucket", extra=RECORDED)] = 64.0
 
 
-class Optimizer(Section, kw_only=True):
+class Optimizer(Section, frozen=True, kw_only=True):
     """AdamW on fp32 masters."""
 
     lr: Annotated[float, Meta(gt=0, description="peak learning rate", extra=RECORDED)]
@@ -119,48 +116,46 @@ class Optimizer(Section, kw_only=True):
     beta2: Annotated[float, Meta(ge=0, lt=1, description="decay of the second moment", extra=RECORDED)] = 0.95
     eps: Annotated[float, Meta(gt=0, description="added to the root of the second moment", extra=RECORDED)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0, description="on matrices; never on norms", extra=RECORDED)] = 0.1
-    clip_norm: Annotated[
-        float, Meta(ge=0, description="largest global gradient norm; 0: no clipping", extra=RECORDED)
-    ] = 1.0
+    clip_norm: Annotated[float, Meta(ge=0, description="largest global gradient norm; 0: no clipping", extra=RECORDED)] = 1.0
 
 
-class Schedule(Section, kw_only=True):
+class Schedule(Section, frozen=True, kw_only=True):
     """The learning rate over the steps."""
 
-    kind: Annotated[
-        Literal["cosine", "wsd", "constant"], Meta(description="shape after the warm-up", extra=RECORDED)
-    ] = "cosine"
+    kind: Annotated[Literal["cosine", "wsd", "constant"], Meta(description="shape after the warm-up", extra=RECORDED)] = (
+        "cosine"
+    )
     warmup_steps: Annotated[int, Meta(ge=0, description="steps of linear warm-up", extra=RECORDED)] = 0
     decay_steps: Annotated[int, Meta(ge=0, description="wsd: steps of the final decay", extra=RECORDED)] = 0
     min_ratio: Annotated[float, Meta(ge=0, le=1, description="final learning rate over the peak", extra=RECORDED)] = 0.1
 
 
-class Evaluate(Section, kw_only=True):
+class Evaluate(Section, frozen=True, kw_only=True):
     """Loss on a fixed held-out slice, the same under every layout."""
 
     every_steps: Annotated[int, Meta(ge=0, description="0: never", extra=RECORDED)] = 0
     sequences: Annotated[int, Meta(ge=1, description="held-out sequences in the slice", extra=RECORDED)] = 64
 
 
-class KeepLast(Section, kw_only=True, tag_field="keep", tag="last"):
+class KeepLast(Section, frozen=True, kw_only=True, tag_field="keep", tag="last"):
     """Keep the newest n checkpoints."""
 
     n: Annotated[int, Meta(ge=1, description="how many")] = 3
 
 
-class KeepEvery(Section, kw_only=True, tag_field="keep", tag="every"):
+class KeepEvery(Section, frozen=True, kw_only=True, tag_field="keep", tag="every"):
     """Keep checkpoints whose step is a multiple."""
 
     steps: Annotated[int, Meta(ge=1, description="multiple of this many steps")]
 
 
-class KeepBest(Section, kw_only=True, tag_field="keep", tag="best"):
+class KeepBest(Section, frozen=True, kw_only=True, tag_field="keep", tag="best"):
     """Keep the n checkpoints with the lowest evaluation loss."""
 
     n: Annotated[int, Meta(ge=1, description="how many")] = 1
 
 
-class Checkpoint(Section, kw_only=True):
+class Checkpoint(Section, frozen=True, kw_only=True):
     """When state is copied to memory, when it goes to storage, and what is kept."""
 
     snapshot_steps: Annotated[
@@ -174,45 +169,39 @@ class Checkpoint(Section, kw_only=True):
         Literal["wait", "skip", "fail"],
         Meta(description="what a save does while the previous upload still runs", extra=FREE),
     ] = "wait"
-    if_failed: Annotated[
-        Literal["continue", "stop"], Meta(description="what a failed save does to the run", extra=FREE)
-    ] = "continue"
-    upload_mib_s: Annotated[
-        float, Meta(ge=0, description="rate limit of each keeper's upload, MiB/s; 0: none", extra=FREE)
-    ] = 0.0
+    if_failed: Annotated[Literal["continue", "stop"], Meta(description="what a failed save does to the run", extra=FREE)] = (
+        "continue"
+    )
+    upload_mib_s: Annotated[float, Meta(ge=0, description="rate limit of each keeper's upload, MiB/s; 0: none", extra=FREE)] = (
+        0.0
+    )
     retention: Annotated[
         tuple[KeepLast | KeepEvery | KeepBest, ...],
         Meta(description="a checkpoint is kept if any of these keeps it; empty: everything is kept", extra=FREE),
     ] = (KeepLast(n=3),)
-    grace_s: Annotated[
-        float, Meta(ge=0, description="packs outlive their deleted commit by this many seconds", extra=FREE)
-    ] = 3600.0
+    grace_s: Annotated[float, Meta(ge=0, description="packs outlive their deleted commit by this many seconds", extra=FREE)] = (
+        3600.0
+    )
 
 
-class Recovery(Section, kw_only=True):
+class Recovery(Section, frozen=True, kw_only=True):
     """How often and how fast the supervisor tries again."""
 
-    max_restarts: Annotated[
-        int, Meta(ge=0, description="restarts without a new highest step before giving up", extra=FREE)
-    ] = 3
+    max_restarts: Annotated[int, Meta(ge=0, description="restarts without a new highest step before giving up", extra=FREE)] = 3
     backoff_s: Annotated[
         float, Meta(ge=0, description="first wait after a repeated failure, doubled each time", extra=FREE)
     ] = 1.0
     backoff_max_s: Annotated[float, Meta(ge=0, description="longest such wait", extra=FREE)] = 60.0
-    hang_s: Annotated[
-        float, Meta(gt=0, description="no progress of a rank for this long counts as a hang", extra=FREE)
-    ] = 300.0
+    hang_s: Annotated[float, Meta(gt=0, description="no progress of a rank for this long counts as a hang", extra=FREE)] = 300.0
     start_s: Annotated[float, Meta(gt=0, description="longest time from launch to the first step", extra=FREE)] = 600.0
-    stop_s: Annotated[
-        float, Meta(gt=0, description="time a stopping run has to finish its step and save", extra=FREE)
-    ] = 120.0
+    stop_s: Annotated[float, Meta(gt=0, description="time a stopping run has to finish its step and save", extra=FREE)] = 120.0
     lease_s: Annotated[
         float, Meta(gt=0, description="an agent without coordinator for this long ends its workers", extra=FREE)
     ] = 60.0
     collective_s: Annotated[float, Meta(gt=0, description="time limit of a collective", extra=FREE)] = 120.0
 
 
-class Fault(Section, kw_only=True):
+class Fault(Section, frozen=True, kw_only=True):
     """A fault to inject, for demonstrations and tests. It fires once in the life of a run."""
 
     kind: Annotated[Literal["kill", "stop", "exit", "raise"], Meta(description="what happens to the process")] = "kill"
@@ -221,23 +210,19 @@ class Fault(Section, kw_only=True):
     rank: Annotated[int, Meta(ge=0, description="rank, for points inside a worker")] = 0
 
 
-class Machine(Section, kw_only=True):
+class Machine(Section, frozen=True, kw_only=True):
     """How the ranks use the machine at hand."""
 
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one", extra=RECORDED)
-    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one", extra=RECORDED)] = "auto"
     threads: Annotated[int, Meta(ge=1, description="CPU threads of a rank", extra=RECORDED)] = 1
     compute_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float64"],
-        Meta(
-            description="dtype of activations; auto: bfloat16 where the hardware has it, else float32", extra=RECORDED
-        ),
+        Meta(description="dtype of activations; auto: bfloat16 where the hardware has it, else float32", extra=RECORDED),
     ] = "auto"
     interface: Annotated[str, Meta(description="network interface of the collectives", extra=FREE)] = "lo"
 
 
-class Config(Section, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
     run: Run
