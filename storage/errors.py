@@ -1,7 +1,7 @@
 """Everything that can go wrong in storage, as one tree.
 
-One tree, so that a caller who only wants to know "did the save work" catches one class, and the supervisor can map a class to an
-exit code and a retry decision without reading messages. Each error carries the key (object key or array name) it is about,
+One tree, so that a caller who only wants to know "did the save work" catches one class, and the supervisor can map a class to
+an exit code and a retry decision without reading messages. Each error carries the key (object key or array name) it is about,
 and its message is a whole sentence: what was given, what was wanted, and what to do.
 
     StorageError                    anything below; `.key` says what it is about (may be "")
@@ -17,6 +17,8 @@ and its message is a whole sentence: what was given, what was wanted, and what t
     ├── Fenced                      an epoch that may not commit any more, because a later one went on without it
     └── NoCheckpoint                nothing (valid) to load; `.candidates` says why each was passed over
 """
+
+# ruff: noqa: N818 (the names say what is the matter: NoSpace reads better in an `except` than NoSpaceError)
 
 from collections.abc import Sequence
 
