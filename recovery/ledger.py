@@ -1,0 +1,222 @@
+"""The append-only record of a run: written to the local disk first, copied to storage when it can be.
+
+A ledger must survive every process of the run, and a run must survive its storage being away. So an event is one line in the
+open segment on local disk; decisions are fsynced before `append` returns (they are carried out only afterwards), everything
+else has left the process and survives any kill short of a power loss. Full segments are closed by a rename and handed to the
+sink. A line is either whole or, at the end of a segment whose writer died, torn: readers drop a torn tail, and the next
+coordinator cuts it off when it closes that segment.
+
+    <folder>/e0003-000000.jsonl        closed: complete lines only, never changes again
+    <folder>/e0003-000001.jsonl.open   being written by the coordinator of epoch 3
+    <folder>/ledger.lock               flock of the one writer
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from recovery.events import DECISIONS, AnyEvent, Event, LedgerFormatError, decode_line, encode_line
+from recovery.uploader import ByteSink, Uploader
+
+__all__ = ["ByteSink", "Ledger", "LedgerBusyError", "LedgerFormatError", "read_all", "segment_name"]
+
+_CLOSED = re.compile(r"e(\d{4,})-(\d{6})\.jsonl")
+_OPEN_SUFFIX = ".open"
+
+
+class LedgerBusyError(RuntimeError):
+    """Another live process writes this ledger."""
+
+
+def segment_name(epoch: int, number: int) -> str:
+    """Name of a closed segment; names sort in the order of writing."""
+    return f"e{epoch:04d}-{number:06d}.jsonl"
+
+
+class Ledger:
+    """The writer. One per run at a time, from one thread; the folder is locked while it lives."""
+
+    def __init__(
+        self, folder: Path, sink: ByteSink | None = None, epoch: int = 0, *, segment_bytes: int = 1 << 20, retry_s: float = 1.0
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._epoch = epoch
+        self._segment_bytes = segment_bytes
+        self._lock = _lock(folder)
+        self._fd: int | None = None
+        self._size = 0
+        _close_abandoned(folder)
+        self._uploader = Uploader(sink, self._read, first_pause_s=retry_s) if sink is not None else None
+        self._number = 1 + max((n for e, n in map(_parse, _closed_names(folder)) if e == epoch), default=-1)
+        self._submit(_closed_names(folder))
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Closed segments that are not in the sink yet."""
+        return self._uploader.pending if self._uploader is not None else ()
+
+    @property
+    def sink_error(self) -> str:
+        """Why the last upload failed; empty when all is well."""
+        return self._uploader.last_error if self._uploader is not None else ""
+
+    def append(self, event: Event) -> None:
+        """Atomic: the whole line is in the file or, after an OSError, none of it. Durable on return if it is a decision."""
+        line = encode_line(event)
+        fd = self._open()
+        try:
+            _write_all(fd, line)
+        except OSError:
+            os.ftruncate(fd, self._size)  # a half-written line would damage every line after it
+            raise
+        self._size += len(line)
+        if isinstance(event, DECISIONS):
+            os.fdatasync(fd)
+        if self._size >= self._segment_bytes:
+            self.rotate()
+
+    def rotate(self) -> None:
+        """Close the open segment, if it holds anything, and queue it for the sink."""
+        if self._fd is None:
+            return
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = None
+        name = segment_name(self._epoch, self._number)
+        _rename(self._folder / (name + _OPEN_SUFFIX), self._folder / name)
+        self._number += 1
+        self._submit([name])
+
+    def close(self, *, timeout_s: float = 5.0) -> bool:
+        """Close the segment, wait a bounded time for the sink, unlock. Says whether everything is in the sink."""
+        self.rotate()
+        done = self._uploader.drain(timeout_s) if self._uploader is not None else True
+        os.close(self._lock)
+        return done
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        if self._fd is None:
+            path = self._folder / (segment_name(self._epoch, self._number) + _OPEN_SUFFIX)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._size = 0
+            _fsync_folder(self._folder)
+        return self._fd
+
+    def _submit(self, names: list[str]) -> None:
+        if self._uploader is not None:
+            self._uploader.submit(names)
+
+    def _read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+
+def read_all(folder: Path | None, sink: ByteSink | None = None) -> list[AnyEvent]:
+    """Every event of the run, oldest first, from the folder, the sink, or both; a live writer does not disturb."""
+    local = _local_names(folder) if folder is not None else set()
+    names = local | {name for name in (sink.names() if sink is not None else ()) if _CLOSED.fullmatch(name)}
+    events: list[AnyEvent] = []
+    for name in sorted(names, key=_parse):
+        if folder is not None and name in local:
+            events += decode_segment(name, _read_local(folder, name))
+        elif sink is not None:
+            events += decode_segment(name, sink.get(name))
+    return events
+
+
+def decode_segment(name: str, data: bytes) -> Iterator[AnyEvent]:
+    """The events of one segment. A torn tail is dropped; any other line that is no event is a LedgerFormatError."""
+    whole = data[: _whole_lines(data)]
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            yield decode_line(line)
+        except LedgerFormatError as error:
+            raise LedgerFormatError(f"{name}, line {number}: {error}") from error
+
+
+def _whole_lines(data: bytes) -> int:
+    """How many bytes at the start are complete lines: what a killed writer or a lost page left behind them is no line."""
+    end = data.rfind(b"\n") + 1
+    zeros = data.find(b"\0")  # a file that grew before its page was written reads as zeros
+    return end if zeros < 0 else min(end, data.rfind(b"\n", 0, zeros) + 1)
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder / "ledger.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise LedgerBusyError(f"{folder} is being written by another live process; stop that run first") from error
+    return fd
+
+
+def _close_abandoned(folder: Path) -> None:
+    """Close the segments that a dead coordinator left open. We hold the lock, so nobody writes them."""
+    for path in sorted(folder.glob(f"e*.jsonl{_OPEN_SUFFIX}")):
+        size = _whole_lines(path.read_bytes())
+        if size == 0:
+            path.unlink()
+            continue
+        with path.open("r+b") as file:
+            file.truncate(size)
+            os.fsync(file.fileno())
+        _rename(path, path.with_name(path.name.removesuffix(_OPEN_SUFFIX)))
+    _fsync_folder(folder)
+
+
+def _closed_names(folder: Path) -> list[str]:
+    return sorted((path.name for path in folder.iterdir() if _CLOSED.fullmatch(path.name)), key=_parse)
+
+
+def _local_names(folder: Path) -> set[str]:
+    if not folder.is_dir():
+        return set()
+    names = {path.name.removesuffix(_OPEN_SUFFIX) for path in folder.iterdir()}
+    return {name for name in names if _CLOSED.fullmatch(name)}
+
+
+def _read_local(folder: Path, name: str) -> bytes:
+    for candidate in (name, name + _OPEN_SUFFIX, name):  # it may be closed, that is renamed, while we look
+        try:
+            return (folder / candidate).read_bytes()
+        except FileNotFoundError:
+            continue
+    return b""  # an abandoned empty segment, just removed by the next coordinator
+
+
+def _parse(name: str) -> tuple[int, int]:
+    match = _CLOSED.fullmatch(name)
+    if match is None:
+        raise LedgerFormatError(f"{name!r} is not the name of a ledger segment")
+    return int(match[1]), int(match[2])
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _rename(old: Path, new: Path) -> None:
+    os.rename(old, new)
+    _fsync_folder(new.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
