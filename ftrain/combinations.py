@@ -1,0 +1,217 @@
+"""Values that are each legal and together impossible, all of them listed, each with the nearest legal ones.
+
+The anchors (Megatron, torchtitan, DeepSpeed) stop at the first failed assert, often on rank 300 after ten minutes. Here the
+checks are one pure function of the config, so the command line, the planner's search and the tests ask the same question.
+What a config may say (`combinations`) is kept apart from what the engine can do today (`availability`): a plan for a layout
+that is not trained yet is still a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ftrain.config import Config, KeepBest
+from ftrain.schema import Problem
+
+BYTE_VOCAB = 257
+"""256 byte values and the end-of-document token."""
+
+_AXES = ("tp", "cp", "pp", "dp")
+
+
+def combinations(config: Config) -> list[Problem]:
+    """All impossible combinations of a config whose single values are legal."""
+    return [problem for rule in _RULES for problem in rule(config)]
+
+
+def availability(config: Config) -> list[Problem]:
+    """What a legal config asks for that this engine does not do yet."""
+    message = "this engine trains with data parallelism only for now"
+    sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
+    return [Problem(f"parallel.{axis}", f"given {size}", "1", message) for axis, size in sizes.items() if size > 1]
+
+
+def replicas(config: Config) -> int:
+    """The DP size: what remains of the ranks. Meaningful only if the ranks divide."""
+    parallel = config.parallel
+    return parallel.ranks // (parallel.tp * parallel.cp * parallel.pp)
+
+
+def head_dim(config: Config) -> int:
+    """The size of a head, derived from the width unless given."""
+    return config.model.head_dim or config.model.hidden // config.model.heads
+
+
+def kv_heads(config: Config) -> int:
+    """The number of key/value heads, as many as query heads unless given."""
+    return config.model.kv_heads or config.model.heads
+
+
+def _ranks(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    unit = parallel.tp * parallel.cp * parallel.pp
+    if parallel.ranks % unit:
+        given = f"given {parallel.ranks}, with tp x cp x pp = {parallel.tp} x {parallel.cp} x {parallel.pp} = {unit}"
+        yield Problem("parallel.ranks", given, f"a multiple of {unit}", nearest(parallel.ranks, multiple_of=unit))
+
+
+def _order(config: Config) -> Iterator[Problem]:
+    order = config.parallel.order
+    if sorted(order) != sorted(_AXES):
+        yield Problem("parallel.order", f"given {list(order)}", "each of tp, cp, pp, dp exactly once")
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    model, tp = config.model, config.parallel.tp
+    if model.heads % tp:
+        given = f"given {tp}, with model.heads = {model.heads}"
+        yield Problem("parallel.tp", given, "a divisor of model.heads", nearest_divisor(tp, model.heads))
+    num_kv = kv_heads(config)
+    if model.heads % num_kv:
+        given = f"given {num_kv}, with model.heads = {model.heads}"
+        yield Problem("model.kv_heads", given, "a divisor of model.heads", nearest_divisor(num_kv, model.heads))
+    if num_kv % tp and tp % num_kv:
+        given = f"given {tp}, with model.kv_heads = {num_kv}"
+        yield Problem("parallel.tp", given, "a multiple or a divisor of model.kv_heads", _multiple_or_divisor(tp, num_kv))
+
+
+def _width(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.head_dim and model.hidden % model.heads:
+        given = f"given {model.hidden}, with model.heads = {model.heads} and no model.head_dim"
+        hint = nearest(model.hidden, multiple_of=model.heads) + ", or give model.head_dim"
+        yield Problem("model.hidden", given, "a multiple of model.heads", hint)
+    elif head_dim(config) % 2:
+        path = "model.head_dim" if model.head_dim else "model.hidden"
+        allowed = "an even head size: rotary positions turn pairs"
+        yield Problem(path, f"given a head size of {head_dim(config)}", allowed, nearest(head_dim(config), multiple_of=2))
+    if model.ffn % config.parallel.tp:
+        given = f"given {model.ffn}, with parallel.tp = {config.parallel.tp}"
+        yield Problem("model.ffn", given, "a multiple of parallel.tp", nearest(model.ffn, multiple_of=config.parallel.tp))
+
+
+def _stages(config: Config) -> Iterator[Problem]:
+    layers, pp = config.model.layers, config.parallel.pp
+    if pp > layers:
+        given = f"given {pp}, with model.layers = {layers}"
+        yield Problem("parallel.pp", given, "at most one stage per layer", f"nearest: {layers}")
+
+
+def _sequence(config: Config) -> Iterator[Problem]:
+    seq, tp, cp = config.data.seq_len, config.parallel.tp, config.parallel.cp
+    if cp > 1 and seq % (2 * cp):
+        given = f"given {seq}, with parallel.cp = {cp}"
+        yield Problem(
+            "data.seq_len", given, f"a multiple of 2 x cp = {2 * cp} (head and tail pieces)", nearest(seq, multiple_of=2 * cp)
+        )
+    elif seq % (tp * cp):
+        given = f"given {seq}, with parallel.tp = {tp} and parallel.cp = {cp}"
+        allowed = f"a multiple of tp x cp = {tp * cp} (sequence parallelism cuts along the sequence)"
+        yield Problem("data.seq_len", given, allowed, nearest(seq, multiple_of=2 * cp * tp if cp > 1 else tp))
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    batch, dp = config.batch, max(1, replicas(config))
+    if batch.global_batch % batch.micro_batch:
+        given = f"given {batch.micro_batch}, with batch.global_batch = {batch.global_batch}"
+        hint = nearest_divisor(batch.micro_batch, batch.global_batch)
+        yield Problem("batch.micro_batch", given, "a divisor of batch.global_batch", hint)
+    elif batch.global_batch // batch.micro_batch < dp:
+        given = f"given {batch.global_batch}: {batch.global_batch // batch.micro_batch} micro-batches of {batch.micro_batch}"
+        least = dp * batch.micro_batch
+        allowed = f"at least one micro-batch for each of the {dp} replicas"
+        yield Problem("batch.global_batch", given, allowed, f"nearest: {least}")
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    schedule, steps = config.schedule, config.run.steps
+    if schedule.decay_steps and schedule.kind != "wsd":
+        allowed = 'only with schedule.kind = "wsd" (it has no effect elsewhere)'
+        yield Problem("schedule.decay_steps", f'given {schedule.decay_steps}, with kind = "{schedule.kind}"', allowed)
+    elif schedule.warmup_steps + schedule.decay_steps > steps:
+        given = f"given {schedule.warmup_steps}, with decay_steps = {schedule.decay_steps} and run.steps = {steps}"
+        hint = f"nearest: {max(0, steps - schedule.decay_steps)}"
+        yield Problem("schedule.warmup_steps", given, "warm-up and decay within run.steps", hint)
+
+
+def _intervals(config: Config) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    every, snapshot = checkpoint.every_steps, checkpoint.snapshot_steps
+    if 0 < every < snapshot:
+        given = f"given {snapshot}, with checkpoint.every_steps = {every}"
+        allowed = "at most checkpoint.every_steps (what goes to storage is a snapshot as well), or 0"
+        yield Problem("checkpoint.snapshot_steps", given, allowed, f"nearest: {every}")
+    if any(isinstance(policy, KeepBest) for policy in checkpoint.retention) and not config.evaluate.every_steps:
+        given = 'given {keep = "best"}, with evaluate.every_steps = 0'
+        yield Problem("checkpoint.retention", given, "keeping the best needs an evaluation", "give evaluate.every_steps")
+    if config.evaluate.every_steps and not config.data.heldout_fraction:
+        given = "given 0, with evaluate.every_steps = " + str(config.evaluate.every_steps)
+        yield Problem("data.heldout_fraction", given, "above 0 where something is evaluated", "nearest: 0.01")
+
+
+def _recovery(config: Config) -> Iterator[Problem]:
+    recovery = config.recovery
+    if recovery.backoff_max_s < recovery.backoff_s:
+        given = f"given {recovery.backoff_max_s}, with recovery.backoff_s = {recovery.backoff_s}"
+        yield Problem("recovery.backoff_max_s", given, "at least recovery.backoff_s", f"nearest: {recovery.backoff_s}")
+
+
+def _vocabulary(config: Config) -> Iterator[Problem]:
+    if config.data.tokenizer == "byte" and config.model.vocab < BYTE_VOCAB:
+        allowed = f"at least {BYTE_VOCAB}: 256 bytes and the end-of-document token"
+        given = f'given {config.model.vocab}, with data.tokenizer = "byte"'
+        yield Problem("model.vocab", given, allowed, f"nearest: {BYTE_VOCAB}")
+    for index, source in enumerate(config.data.sources):
+        if source.path == "stdlib" and config.data.tokenizer != "byte":
+            given = f'given "stdlib", with data.tokenizer = "{config.data.tokenizer}"'
+            yield Problem(f"data.sources.{index}.path", given, "`stdlib` is a corpus of bytes", 'use data.tokenizer = "byte"')
+
+
+def _faults(config: Config) -> Iterator[Problem]:
+    for index, fault in enumerate(config.faults):
+        if fault.rank >= config.parallel.ranks:
+            given = f"given {fault.rank}, with parallel.ranks = {config.parallel.ranks}"
+            hint = f"nearest: {config.parallel.ranks - 1}"
+            yield Problem(f"faults.{index}.rank", given, f"a rank of the run (0 to {config.parallel.ranks - 1})", hint)
+
+
+_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _ranks,
+    _order,
+    _heads,
+    _width,
+    _stages,
+    _sequence,
+    _batch,
+    _schedule,
+    _intervals,
+    _recovery,
+    _vocabulary,
+    _faults,
+)
+
+
+def nearest(value: int, *, multiple_of: int) -> str:
+    """A hint with the legal values below and above: multiples, at least one of them."""
+    below = value // multiple_of * multiple_of
+    return _hint(sorted({below, below + multiple_of} - {0}))
+
+
+def nearest_divisor(value: int, whole: int) -> str:
+    """A hint with the divisors of `whole` below and above."""
+    return _hint(_around(value, [n for n in range(1, whole + 1) if whole % n == 0]))
+
+
+def _multiple_or_divisor(value: int, whole: int) -> str:
+    legal = {n for n in range(1, whole + 1) if whole % n == 0}
+    legal |= {max(1, value // whole) * whole, (value // whole + 1) * whole}
+    return _hint(_around(value, sorted(legal)))
+
+
+def _around(value: int, legal: list[int]) -> list[int]:
+    below = [n for n in legal if n <= value][-1:]
+    return below + [n for n in legal if n > value][:1]
+
+
+def _hint(values: list[int]) -> str:
+    return "nearest: " + " or ".join(str(value) for value in values)

@@ -1,0 +1,196 @@
+"""From a TOML file and `--set` to a checked Config; what it is called, and what changed since.
+
+Everything wrong is reported at once: the person at the terminal waits for a queue, not for a compiler. The order is fixed
+(file, then overrides, then single values, then combinations), because each stage can only speak about what the one before has
+settled. No torch here: the supervisor and every command load a config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import inspect as mi
+
+from ftrain.combinations import availability, combinations, head_dim, kv_heads, replicas
+from ftrain.config import Config
+from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
+from ftrain.units import format_bytes, format_count
+
+__all__ = [
+    "Change",
+    "ConfigProblems",
+    "Problem",
+    "availability",
+    "changes",
+    "combinations",
+    "fingerprint",
+    "layout_summary",
+    "load",
+    "num_parameters",
+    "parse",
+    "require_available",
+    "resolve",
+    "to_toml",
+]
+
+Kind = Literal["free", "recorded", "accept", "refused"]
+
+STATE_BYTES = 14
+"""Stored bytes of a parameter under AdamW: bf16 weight, fp32 master and two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A field whose value differs between two configs, and what a resumed run does about it."""
+
+    path: str
+    old: object
+    new: object
+    kind: Kind
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a TOML file with `a.b=v` overrides; raises ConfigProblems with all that is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigProblems([Problem(path, f"cannot be read ({reason})", "a TOML file")], path) from error
+    return parse(text, overrides, origin=path)
+
+
+def parse(text: str, overrides: Sequence[str] = (), *, origin: str = "config") -> Config:
+    """The config in a TOML text with `a.b=v` overrides."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigProblems([Problem(origin, f"not TOML: {error}", "TOML (https://toml.io)")], origin) from error
+    problems = [problem for override in overrides for problem in _override(data, override)]
+    return resolve(data, origin=origin, problems=problems)
+
+
+def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequence[Problem] = ()) -> Config:
+    """The config in plain data, e.g. as the ledger or a manifest recorded it. `problems` were found before."""
+    found = [*problems, *check(data, Config)]
+    if found:
+        raise ConfigProblems(found, origin)
+    config = msgspec.convert(data, Config)
+    impossible = combinations(config)
+    if impossible:
+        raise ConfigProblems(impossible, origin)
+    return config
+
+
+def require_available(config: Config, *, origin: str = "config") -> None:
+    """Raises ConfigProblems if the config, though legal, asks for what this engine does not do yet."""
+    problems = availability(config)
+    if problems:
+        raise ConfigProblems(problems, origin)
+
+
+def fingerprint(config: Config) -> str:
+    """16 hex digits that change exactly when a value changes that is not FREE."""
+    kept = {path: value for path, value, kind in _leaves(config) if kind != "free"}
+    return hashlib.sha256(msgspec.json.encode(kept, order="sorted")).hexdigest()[:16]
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """The fields that differ, in schema order, each with its class."""
+    pairs = zip(_leaves(old), _leaves(new), strict=True)
+    return [Change(path, before, after, kind) for (path, before, kind), (_, after, _) in pairs if before != after]
+
+
+def num_parameters(config: Config) -> int:
+    """Parameters of the model, tied ones counted once, vocabulary unpadded."""
+    model, size = config.model, head_dim(config)
+    attention = 2 * model.hidden * size * (model.heads + kv_heads(config))
+    layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden
+    return model.layers * layer + model.hidden + model.vocab * model.hidden * (1 if model.tied else 2)
+
+
+def layout_summary(config: Config) -> str:
+    """What a dry run shows of the layout: ranks, batch, model and state, one line each."""
+    parallel, batch, count = config.parallel, config.batch, num_parameters(config)
+    dp, micro = replicas(config), batch.global_batch // batch.micro_batch
+    least, extra = divmod(micro, dp)
+    share = f"{least} each" if not extra else f"{least + 1} on {extra}, {least} on {dp - extra}"
+    tokens = batch.global_batch * config.data.seq_len
+    return "\n".join(
+        (
+            f"ranks   {parallel.ranks} = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {dp}, "
+            f"order {', '.join(parallel.order)} (innermost first)",
+            f"batch   {batch.global_batch} sequences of {config.data.seq_len} tokens = {format_count(tokens)} tokens; "
+            f"{micro} micro-batches of {batch.micro_batch} over {dp} replicas: {share}",
+            f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
+            f"run     {config.run.steps} steps = {format_count(config.run.steps * tokens)} tokens",
+        )
+    )
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML, every default written out: what `--dry-run` prints."""
+    from ftrain.schema import toml_text
+
+    lines: list[str] = []
+    for section, value in msgspec.to_builtins(config).items():
+        if isinstance(value, Mapping):
+            lines += [f"[{section}]", *(f"{key} = {toml_text(item)}" for key, item in value.items()), ""]
+        else:
+            lines.insert(0, f"{section} = {toml_text(value)}\n")
+    return "\n".join(lines)
+
+
+def _leaves(config: Config) -> Iterator[tuple[str, object, Kind]]:
+    """(path, plain value, class) of every field of every section."""
+    top = cast(mi.StructType, mi.type_info(Config))
+    for section in top.fields:
+        value = getattr(config, section.name)
+        inner = bare(section.type)
+        if not isinstance(inner, mi.StructType):
+            yield section.name, msgspec.to_builtins(value), cast(Kind, resume_class(section.type))
+            continue
+        for field in inner.fields:
+            plain = msgspec.to_builtins(getattr(value, field.name))
+            yield f"{section.name}.{field.name}", plain, cast(Kind, resume_class(field.type))
+
+
+def _override(data: dict[str, Any], override: str) -> Iterator[Problem]:
+    """Applies one `a.b=v` to the data in place; a path into a list uses its index: `data.sources.0.weight=2`."""
+    path, equals, text = override.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not equals or not all(keys):
+        yield Problem(f"--set {override}", "not of the form a.b=v", "e.g. --set parallel.ranks=4")
+        return
+    node: Any = data
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                yield Problem(".".join(keys), f"no item {key} (--set)", f"0 to {len(node) - 1}" if node else "an item")
+                return
+            slot: Any = int(key)
+        elif isinstance(node, dict):
+            slot = key
+        else:
+            yield Problem(".".join(keys), f"`{'.'.join(keys[:depth])}` is a value, not a table (--set)", "a path to a field")
+            return
+        if last:
+            node[slot] = _value(text.strip())
+        else:
+            node = node.setdefault(slot, {}) if isinstance(node, dict) else node[slot]
+
+
+def _value(text: str) -> Any:
+    """A value in TOML syntax; what is no TOML value, or a date, is taken as a bare word."""
+    try:
+        value = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    plain = len(value) == 1 and isinstance(value["v"], bool | int | float | str | list | dict)
+    return value["v"] if plain else text

@@ -1,0 +1,59 @@
+"""Bytes, times and counts as people write them, because a report with 1468006400 in it is not read.
+
+One place owns the wording, so that the planner, the reports and the messages of the loader say the same thing the same way.
+Bytes use binary units (KiB, MiB), as the code counts them; counts use decimal ones (K, M, B).
+"""
+
+from __future__ import annotations
+
+import math
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_COUNTS = ("", "K", "M", "B", "T")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`1536` as `1.50 KiB`; plain bytes without decimals."""
+    value, unit = _scaled(size_bytes, 1024, len(_BYTES))
+    return f"{value:.0f} B" if unit == 0 else f"{_digits(value)} {_BYTES[unit]}"
+
+
+def format_count(count: float) -> str:
+    """`820000` as `820K`, `405853388800` as `406B`; small counts as they are."""
+    value, unit = _scaled(count, 1000, len(_COUNTS))
+    return f"{value:g}" if unit == 0 else f"{_digits(value)}{_COUNTS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0042` as `4.2 ms`, `75` as `1m 15s`, `7260` as `2h 01m`, `90000` as `1d 01h`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds < 59.95:
+        return f"{seconds * 1e3:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days}d {hours:02d}h"
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {whole % 60:02d}s"
+
+
+def format_share(part: float, whole: float) -> str:
+    """`3` of `4` as `75.0 %`; nothing of nothing as `0.0 %`."""
+    return f"{100 * part / whole if whole else 0.0:.1f} %"
+
+
+def _scaled(value: float, base: int, units: int) -> tuple[float, int]:
+    """The value in the largest unit in which it does not round to the next one's start."""
+    unit = 0
+    while abs(value) >= base - 0.5 and unit < units - 1:
+        value /= base
+        unit += 1
+    return value, unit
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never more than the whole part needs."""
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
