@@ -1,0 +1,136 @@
+"""What the coordinator does not know, it asks its delegate: the one seam between supervision and what is supervised.
+
+The recovery package knows processes, attempts and verdicts; it knows no checkpoint, no layout, no tensor. Whoever composes a run
+subclasses Delegate: it plans each attempt, understands the payloads of workers and keeper, and says when the run is done.
+
+Called by the coordinator's one thread only. **Every method must return quickly** (well under a second): while it runs, nobody
+answers a death, a client or an agent's lease. Slow work (storage) belongs in a thread of the delegate's own, which calls
+`links.wake()` when it has a result; the coordinator then calls `tick`, which hands the result over.
+
+The events that the methods return are appended to the ledger, in order, by the coordinator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from recovery.events import Event, Verdict
+from recovery.messages import WorkerSpec
+
+__all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
+
+Source = Literal["init", "memory", "storage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """One attempt, ready to be started."""
+
+    layout: str
+    """In words, for the ledger and the live view."""
+    workers: tuple[WorkerSpec, ...]
+    source: Source
+    restored_step: int = 0
+    """Finished updates in the state the workers begin with."""
+    memfds: dict[str, int]
+    """Memory areas (name -> bytes) the agent must hold; same-sized ones keep their content."""
+    release: tuple[str, ...] = ()
+    """Memory areas that are not needed any more."""
+    rendezvous: bool = True
+    """Whether the workers need a listening port to meet (`port` in their args, the listener in rank 0)."""
+    memo: bytes = b""
+    """Kept by the agent, given to `on_adopted` of the next coordinator if this one dies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadWorker:
+    """How a worker of the last attempt ended; `ours`: by a signal of ours, so it says nothing."""
+
+    rank: int
+    pid: int
+    status: int | None
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEndInfo:
+    """How the attempt before ended."""
+
+    attempt: int
+    workers: tuple[DeadWorker, ...]
+    verdict: Verdict | None
+    """None if nothing went wrong."""
+    agent_survived: bool
+    """Whether the agent, and with it the memory tier, is still the same one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What the delegate may do to the run, from the coordinator's thread only, `wake` apart."""
+
+    to_keeper: Callable[[bytes], None]
+    to_worker: Callable[[int, bytes], None]
+    request_stop: Callable[[str], None]
+    """Ask for a stop at the next step boundary, saying who asks."""
+    request_save: Callable[[], None]
+    wake: Callable[[], None]
+    """Have `tick` called at once; safe from any thread."""
+
+
+class Delegate(ABC):
+    """The supervised side of a run. See the module's docstring for who calls when."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Number of the epoch this coordinator holds; known from the end of `begin` on."""
+
+    @abstractmethod
+    def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
+        """Take the epoch. `resumed`: an agent of an earlier coordinator lives and may still have workers stepping."""
+
+    @abstractmethod
+    def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
+        """What to start next; `previous` is None for the first attempt of this coordinator that follows no other."""
+
+    @abstractmethod
+    def on_worker(self, rank: int, attempt: int, payload: bytes) -> Sequence[Event]:
+        """A payload of a worker. May be repeated after a coordinator's death."""
+
+    @abstractmethod
+    def on_keeper(self, payload: bytes) -> Sequence[Event]:
+        """A payload of the keeper. May be repeated after a coordinator's death."""
+
+    @abstractmethod
+    def on_agent_lost(self) -> Sequence[Event]:
+        """The agent died, and with it the keeper and the memory tier."""
+
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether the run has reached its end (asked when all workers have exited with 0)."""
+
+    def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
+        """Workers of `attempt`, started by an earlier coordinator with this memo, are alive and keep stepping."""
+        return ()
+
+    def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
+        """A keeper process runs; after `restarted` it knows nothing of what was sent to its predecessor."""
+        return ()
+
+    def tick(self, now: float) -> Sequence[Event]:
+        """Called a few times a second and after `links.wake()`."""
+        return ()
+
+    def drained(self) -> bool:
+        """Whether nothing is on its way to storage any more; the agent is shut down only then."""
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """For `ftrain status`: plain JSON values."""
+        return {}
+
+    def close(self) -> None:
+        """The run is over, whatever its outcome."""

@@ -1,0 +1,174 @@
+"""The worker's side of supervision: what an entry function is given, and what surrounds its call.
+
+The supervised function gets everything through one WorkerContext and imports nothing of the agent. Signals that ask for a stop
+only set a flag, because a step must never be cut in the middle; an uncaught exception is written as JSON *before* the process
+exits, because "exit status 1" explains nothing, and the agent is told at once, because tearing down a large process takes a while.
+
+Must stay importable without torch or numpy: the zygote imports it before the preloaded module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import msgspec
+
+from recovery.heartbeat import ControlReader, HeartbeatWriter
+from recovery.messages import (
+    Fork,
+    Payload,
+    ToWorkerProcess,
+    WorkerFailing,
+    WorkerHello,
+    WorkerToKeeper,
+)
+from recovery.wire import Channel
+
+OOM_SCORE_ADJ = 500
+SEND_LIMIT_S = 600.0
+
+
+class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the error file holds."""
+
+    type: str
+    message: str
+    traceback: str
+    t: float
+    rank: int
+    attempt: int
+
+
+class AgentGoneError(Exception):
+    """The agent closed its end; the kernel is about to kill this worker."""
+
+
+class WorkerContext:
+    """Everything a worker knows of its surroundings. `send`, `send_keeper` and `receive` are safe from any of its threads."""
+
+    def __init__(self, fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int]) -> None:
+        """Take over the descriptors that came with `fork`."""
+        self.rank = fork.rank
+        self.attempt = fork.attempt
+        self.epoch = fork.epoch
+        self.args = fork.args
+        self.error_file = Path(fork.error_file)
+        self.heartbeat = HeartbeatWriter(fds.pop("heartbeat"), fork.index, rank=fork.rank, attempt=fork.attempt)
+        self.control = ControlReader(fds.pop("control"))
+        self.listener_fd: int | None = fds.pop("listener", None)
+        """Listening TCP socket of the rendezvous, only in rank 0; its port is `args["port"]` in every rank."""
+        self.fds = fds
+        """The agent's memory areas, by name."""
+        self.terminated = False
+        """Whether SIGTERM or SIGINT has arrived: finish the step, save, return."""
+        self._channel = channel
+        self._lock = threading.Lock()
+
+    def send(self, payload: bytes) -> None:
+        """To the coordinator's delegate. Waits only if the agent is far behind."""
+        self._send(Payload(payload=payload))
+
+    def send_keeper(self, payload: bytes) -> None:
+        """To the keeper of this node, through the agent; lost if no keeper is running at that moment."""
+        self._send(WorkerToKeeper(payload=payload))
+
+    def receive(self) -> bytes | None:
+        """The next payload of the delegate, None if there is none now."""
+        with self._lock:
+            frame = self._channel.receive(0.0)
+        return frame.message.payload if frame is not None else None
+
+    def _send(self, message: object) -> None:
+        with self._lock:
+            self._channel.send(message)
+            if self._channel.wants_write:
+                self._channel.drain(SEND_LIMIT_S)
+            if self._channel.closed:
+                raise AgentGoneError(f"rank {self.rank}: the agent's socket is closed")
+
+    def fail(self, error: BaseException) -> None:
+        """Write the error file, then tell the agent."""
+        report = ErrorReport(
+            type=type(error).__qualname__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            t=time.time(),
+            rank=self.rank,
+            attempt=self.attempt,
+        )
+        with contextlib.suppress(OSError):
+            self.error_file.write_bytes(msgspec.json.encode(report))
+        with contextlib.suppress(AgentGoneError):
+            self._send(WorkerFailing(error=f"{report.type}: {report.message}"[:2000]))
+
+
+def run_worker(fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int]) -> NoReturn:
+    """Life of a worker from its adoption to its exit. Never returns: the zygote's stack and exit handlers are not ours."""
+    _prepare(fork)
+    context = WorkerContext(fork, channel, fds)
+    _install_signals(context)
+    channel.send(WorkerHello(pid=os.getpid()))
+    status = 1
+    try:
+        resolve(fork.entry)(context)
+        status = 0
+    except SystemExit as leaving:
+        status = _status(leaving)
+    except BaseException as error:
+        traceback.print_exception(error)
+        context.fail(error)
+    finally:
+        _leave(status)
+
+
+def resolve(entry: str) -> Callable[[WorkerContext], Any]:
+    """The function named by `module:function`."""
+    module, _, name = entry.partition(":")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        raise TypeError(f"{entry!r} is not a function: an entry is `module:function`")
+    return function  # type: ignore[no-any-return]
+
+
+def _prepare(fork: Fork) -> None:
+    os.environ.update(fork.env)
+    with contextlib.suppress(OSError):  # the kernel should rather take a worker than the agent that holds the memory tier
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+
+
+def _install_signals(context: WorkerContext) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
+        context.terminated = True
+
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
+
+
+def _status(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF
+    sys.stderr.write(f"{leaving.code}\n")
+    return 1
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
