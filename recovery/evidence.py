@@ -1,9 +1,9 @@
 """What is known of an interruption, gathered under a time limit and in a form that can be kept and replayed.
 
-Evidence has the shape of the public cases (`exit`, `log`, `kernel`, `scheduler`), so an incident of a real run becomes a test by
-writing the struct to a file, and a case file is classified by the very code that runs in the supervisor. Every source may hang
-(a dead NFS server blocks a mere `stat` for ever) or be forbidden (`/dev/kmsg` in a container): each has its own thread and all
-share one deadline, and what could not be read is said in `notes` instead of being taken for good news.
+Evidence has the shape of the public cases (`exit`, `log`, `kernel`, `scheduler`), so an incident of a real run becomes a test
+by writing the struct to a file, and a case file is classified by the very code that runs in the supervisor. Every source may
+hang (a dead NFS server blocks a mere `stat` for ever) or be forbidden (`/dev/kmsg` in a container): each has its own thread
+and all share one deadline, and what could not be read is said in `notes` instead of being taken for good news.
 """
 
 from __future__ import annotations

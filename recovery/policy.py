@@ -3,10 +3,10 @@
 Pure, so that the supervisor, the tests and the planner's failure simulation run the very same code, and so that a decision can
 stand in the ledger before it is carried out and be replayed from the ledger afterwards.
 
-Two costs shape the rules. A false stop costs until a person looks, which has no bound; a false restart costs one restart. So the
-default is to go on, and what stops a run must be known: a cause that cannot go away by itself, or proof that trying again does
-not help. That proof is the lack of *progress* (no new highest step), never time: a run that fails every hour and moves on is
-healthy, a run that restarts for ever at the same step is not.
+Two costs shape the rules. A false stop costs until a person looks, which has no bound; a false restart costs one restart. So
+the default is to go on, and what stops a run must be known: a cause that cannot go away by itself, or proof that trying again
+does not help. That proof is the lack of *progress* (no new highest step), never time: a run that fails every hour and moves
+on is healthy, a run that restarts for ever at the same step is not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,234 @@
+"""What is known of a run, as a fold over its events.
+
+The coordinator keeps no state that a successor could not rebuild: it applies each event it appends to a RunState, and the
+next coordinator gets the very same RunState by reading the ledger. That is only true if the fold is a pure function of the
+events, in order, whatever the cut between "read" and "seen live"; the tests hold it to that. The state is small and does not
+grow with the number of steps; the books of the time do, and live in `recovery.accounts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from recovery.accounts import Bucket, Buckets, ReportError, buckets
+from recovery.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    Decided,
+    EpochTaken,
+    Evaluated,
+    Event,
+    InterruptionClassified,
+    ProcessDied,
+    Ready,
+    Relabelled,
+    RunEnded,
+    RunStarted,
+    SnapshotCompleted,
+    StopRequested,
+    Suspected,
+    steps_of,
+)
+from recovery.policy import History, PastInterruption
+
+__all__ = ["Bucket", "Buckets", "Phase", "ReportError", "RunState", "apply", "buckets", "fold"]
+
+
+class Phase(StrEnum):
+    """Where a run is in its life."""
+
+    NEW = "new"  # nothing has happened
+    STARTING = "starting"  # a supervisor is there, the ranks are not ready
+    RUNNING = "running"  # all ranks step
+    INTERRUPTED = "interrupted"  # something died or hangs; not decided yet
+    WAITING = "waiting"  # decided, the next attempt is not started yet
+    STOPPING = "stopping"  # a stop was asked for or decided
+    ENDED = "ended"  # no supervisor
+
+
+class RunState(Struct, frozen=True, kw_only=True):
+    """The run after the events seen so far."""
+
+    run_id: str = ""
+    config_fingerprint: str = ""
+    phase: Phase = Phase.NEW
+    epoch: int = 0
+    started_t: float = 0.0  # first launch
+    last_t: float = 0.0
+    events: int = 0
+    attempts: int = 0
+    attempt: int = -1
+    layout: str = ""
+    ranks: int = 0
+    source: str = ""
+    pids: dict[int, int] = {}
+    step: int = 0  # of the history as it stands
+    best_step: int = 0  # highest ever finished
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens: int = 0  # of all finished steps, lost ones included
+    snapshot_step: int = 0
+    committed_step: int | None = None
+    committed_t: float | None = None
+    interruptions: tuple[PastInterruption, ...] = ()
+    verdict_ids: tuple[str, ...] = ()
+    last_decision: Decided | None = None
+    stop_by: str = ""
+    outcome: str = ""
+    outcome_reason: str = ""
+
+    @property
+    def history(self) -> History:
+        """What the policy needs to know of the past."""
+        return History(interruptions=self.interruptions, best_step=self.best_step)
+
+
+def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
+    """The state after `events`, starting from `state` or from nothing."""
+    state = state if state is not None else RunState()
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def apply(state: RunState, event: Event) -> RunState:
+    """The state after one more event. Pure."""
+    state = replace(state, last_t=max(state.last_t, event.t), events=state.events + 1)
+    match event:
+        case RunStarted() | EpochTaken() | StopRequested() | RunEnded():
+            return _apply_run(state, event)
+        case AttemptStarted() | Ready() | AttemptEnded():
+            return _apply_attempt(state, event)
+        case SnapshotCompleted() | CheckpointCommitted() | Evaluated():
+            return _apply_saved(state, event)
+        case ProcessDied() | Suspected() | InterruptionClassified() | Decided() | Relabelled():
+            return _apply_trouble(state, event)
+    return _apply_steps(state, event)
+
+
+def _apply_run(state: RunState, event: RunStarted | EpochTaken | StopRequested | RunEnded) -> RunState:
+    match event:
+        case RunStarted():
+            return replace(
+                state,
+                run_id=event.run_id,
+                config_fingerprint=event.config_fingerprint,
+                epoch=event.epoch,
+                started_t=state.started_t if state.phase is not Phase.NEW else event.t,
+                phase=state.phase if event.readopted else Phase.STARTING,
+                stop_by="",
+                outcome="",
+                outcome_reason="",
+            )
+        case EpochTaken():
+            return replace(state, epoch=event.epoch)
+        case StopRequested():
+            return replace(state, phase=Phase.STOPPING, stop_by=event.by)
+        case RunEnded():
+            step = state.step if event.step is None else event.step
+            return replace(state, phase=Phase.ENDED, step=step, outcome=event.outcome, outcome_reason=event.reason)
+
+
+def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded) -> RunState:
+    match event:
+        case AttemptStarted():
+            return replace(
+                state,
+                phase=Phase.STARTING,
+                attempts=state.attempts + 1,
+                attempt=event.attempt,
+                layout=event.layout,
+                ranks=event.ranks,
+                source=event.source,
+                pids=event.pids,
+            )
+        case Ready():
+            return replace(state, phase=_unless_stopping(state, Phase.RUNNING), step=event.step)
+        case AttemptEnded():
+            return replace(state, pids={})
+
+
+def _apply_saved(state: RunState, event: SnapshotCompleted | CheckpointCommitted | Evaluated) -> RunState:
+    match event:
+        case SnapshotCompleted():
+            return replace(state, snapshot_step=event.step)
+        case CheckpointCommitted():
+            return replace(state, committed_step=event.step, committed_t=event.t)
+        case Evaluated():
+            return replace(state, eval_loss=event.loss)
+
+
+def _apply_trouble(state: RunState, event: ProcessDied | Suspected | InterruptionClassified | Decided | Relabelled) -> RunState:
+    match event:
+        case ProcessDied():
+            fatal = event.kind in ("worker", "agent") and not event.ours and event.status != 0
+            return replace(state, phase=_unless_stopping(state, Phase.INTERRUPTED)) if fatal else state
+        case Suspected():
+            return replace(state, phase=_unless_stopping(state, Phase.INTERRUPTED))
+        case InterruptionClassified():
+            past = _remembered(event, state.best_step)
+            ids = (*state.verdict_ids, event.verdict_id)
+            return replace(state, interruptions=(*state.interruptions, past), verdict_ids=ids)
+        case Decided():
+            phase = Phase.STOPPING if event.action in ("finish", "stop_for_human") else Phase.WAITING
+            return replace(_with_action(state, event), phase=_unless_stopping(state, phase), last_decision=event)
+        case Relabelled():
+            return _relabelled(state, event)
+
+
+def _apply_steps(state: RunState, event: Event) -> RunState:
+    for record in steps_of(event):
+        if event.attempt < state.attempt and record.step > state.step:
+            continue  # told late: the history has already gone on without it
+        state = replace(
+            state,
+            step=max(state.step, record.step),
+            best_step=max(state.best_step, record.step),
+            loss=record.loss,
+            tokens=state.tokens + record.tokens,
+            phase=Phase.RUNNING if state.phase is Phase.INTERRUPTED else state.phase,
+        )
+    return state
+
+
+def _unless_stopping(state: RunState, phase: Phase) -> Phase:
+    return state.phase if state.phase in (Phase.STOPPING, Phase.ENDED) else phase
+
+
+def _remembered(event: InterruptionClassified, best_step: int) -> PastInterruption:
+    verdict = event.verdict
+    return PastInterruption(
+        class_=verdict.class_,
+        action=verdict.action,
+        best_step=best_step,
+        signature=verdict.signature,
+        planned=verdict.planned,
+        rank=verdict.first_failing_rank,
+        node=verdict.node,
+        attempt=event.attempt,
+        t=event.t,
+    )
+
+
+def _with_action(state: RunState, event: Decided) -> RunState:
+    """What was done about an interruption counts against the budget, not what the verdict would have liked."""
+    if event.verdict_id not in state.verdict_ids:
+        return state
+    at = state.verdict_ids.index(event.verdict_id)
+    past = list(state.interruptions)
+    past[at] = replace(past[at], action=event.action)
+    return replace(state, interruptions=tuple(past))
+
+
+def _relabelled(state: RunState, event: Relabelled) -> RunState:
+    if event.verdict_id not in state.verdict_ids:
+        return state
+    at = state.verdict_ids.index(event.verdict_id)
+    past = list(state.interruptions)
+    past[at] = replace(past[at], class_=event.class_, planned=event.planned)
+    return replace(state, interruptions=tuple(past))
