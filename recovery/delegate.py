@@ -1,7 +1,7 @@
 """What the coordinator does not know, it asks its delegate: the one seam between supervision and what is supervised.
 
-The recovery package knows processes, attempts and verdicts; it knows no checkpoint, no layout, no tensor. Whoever composes a run
-subclasses Delegate: it plans each attempt, understands the payloads of workers and keeper, and says when the run is done.
+The recovery package knows processes, attempts and verdicts; it knows no checkpoint, no layout, no tensor. Whoever composes a
+run subclasses Delegate: it plans each attempt, understands the payloads of workers and keeper, and says when the run is done.
 
 Called by the coordinator's one thread only. **Every method must return quickly** (well under a second): while it runs, nobody
 answers a death, a client or an agent's lease. Slow work (storage) belongs in a thread of the delegate's own, which calls
@@ -132,5 +132,5 @@ class Delegate(ABC):
         """For `ftrain status`: plain JSON values."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most delegates have nothing to close)
         """The run is over, whatever its outcome."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
@@ -250,8 +251,6 @@ def wait_writable(fd: int, timeout_s: float | None) -> bool:
 
 
 def _poll(fd: int, *, write: bool, timeout_s: float | None) -> bool:
-    import select
-
     poll = select.poll()
     poll.register(fd, select.POLLOUT if write else select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(0, round(timeout_s * 1000 + 0.499))))

@@ -2,7 +2,7 @@
 
 The supervised function gets everything through one WorkerContext and imports nothing of the agent. Signals that ask for a stop
 only set a flag, because a step must never be cut in the middle; an uncaught exception is written as JSON *before* the process
-exits, because "exit status 1" explains nothing, and the agent is told at once, because tearing down a large process takes a while.
+exits, because "exit status 1" explains nothing, and the agent is told at once, because tearing down a large process takes time.
 
 Must stay importable without torch or numpy: the zygote imports it before the preloaded module.
 """

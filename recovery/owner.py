@@ -1,0 +1,117 @@
+"""Who runs this run: one coordinator at a time per local folder, and the next one knows whether the last is dead.
+
+A lock file alone says "held" but not by whom; a pid alone may belong to somebody else by now, or to another machine. So the
+record names host, boot, pid and start time. A record of a dead process on this host is taken over at once. One written on another
+host cannot be checked from here (a shared folder used as local folder): it is refused, unless the caller takes over by force.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from recovery.launch import boot_id, start_time
+
+RECORD = "owner.json"
+LOCK = "owner.lock"
+
+
+class HeldError(Exception):
+    """Another live process owns the run; the message names it."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """One owner of a run."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start_time: int
+    job_id: str = ""
+    since: float = 0.0
+
+    def describe(self) -> str:
+        """For messages."""
+        job = f", job {self.job_id}" if self.job_id else ""
+        return f"process {self.pid} on {self.host}{job}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+
+
+def this_process() -> Owner:
+    """The record of the calling process."""
+    pid = os.getpid()
+    job = os.environ.get("SLURM_JOB_ID", "")
+    started = start_time(pid) or 0
+    return Owner(host=socket.gethostname(), boot_id=boot_id(), pid=pid, start_time=started, job_id=job, since=time.time())
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The last owner's record; None if there is none or it is unreadable (its writer died in the middle of the very first)."""
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=Owner)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+class Claim:
+    """Ownership of a run, held until `release` or the process's end."""
+
+    def __init__(self, folder: Path, owner: Owner, previous: Owner | None, lock: int) -> None:
+        """Use `claim` instead."""
+        self.owner = owner
+        self.previous = previous
+        self._folder = folder
+        self._lock = lock
+
+    def release(self) -> None:
+        """Leave the run to whoever comes next."""
+        (self._folder / RECORD).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def claim(folder: Path, *, take_over: bool = False) -> Claim:
+    """Own the run in `folder`, atomically among the processes of this host; HeldError if somebody else does.
+
+    `take_over` also takes it from an owner on another host, of whom nothing can be known: the caller must be sure it is dead.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    here = this_process()
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        previous = read_owner(folder)
+        _check(previous, here, locked=_lock(lock), take_over=take_over)
+        _write(folder, here)
+    except BaseException:
+        os.close(lock)
+        raise
+    return Claim(folder, here, previous, lock)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check(previous: Owner | None, here: Owner, *, locked: bool, take_over: bool) -> None:
+    if not locked:
+        who = previous.describe() if previous else "another process"
+        raise HeldError(f"the run is already running: {who}; use `ftrain status` to watch it or `ftrain stop` to end it")
+    if previous is None or previous.host == here.host or take_over:
+        return  # on this host the lock is free only if its holder is dead
+    raise HeldError(
+        f"the run was last held by {previous.describe()}, and nothing on {here.host} can tell whether that one is alive; "
+        "stop it there, or pass --take-over if it is surely dead"
+    )
+
+
+def _write(folder: Path, owner: Owner) -> None:
+    draft = folder / f"{RECORD}.{owner.pid}"
+    draft.write_bytes(msgspec.json.encode(owner))
+    os.replace(draft, folder / RECORD)
