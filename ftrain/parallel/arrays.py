@@ -1,0 +1,83 @@
+"""The logical arrays of a run's state, as storage sees them: names, full shapes, dtypes and the grid they are stored on.
+
+Every rank declares *all* arrays of the model, not only those it holds: what nobody writes is then a gap that stops the
+commit, not an array that is quietly missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from ftrain.parallel.buckets import row_units
+from ftrain.parallel.layout import Kind, ParameterSpec
+from ftrain.parallel.shape import MeshShape
+from storage.box import Box
+from storage.grid import tile_shape
+from storage.pack import ArraySpec
+
+WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ = "weights", "master", "exp_avg", "exp_avg_sq"
+SLOTS = (WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """Element types of the state. Gradients are summed in `state`, whatever the weights are."""
+
+    weights: torch.dtype = torch.bfloat16
+    state: torch.dtype = torch.float32
+
+    def of(self, slot: str) -> torch.dtype:
+        """The dtype of an array named `slot/...`."""
+        return self.weights if slot == WEIGHTS else self.state
+
+
+EXACT = StateTypes(torch.float64, torch.float64)  # what `certify` compares with
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """A box of one array, live. Writers cast `tensor` to `dtype` (for weights: master rounded to nearest even)."""
+
+    array: str  # such as "exp_avg/layers.7.attention.wq"
+    box: Box  # of the logical array
+    tensor: torch.Tensor  # contiguous, of the box's shape; a view of the live state
+    dtype: str
+    owner: bool = True  # False: another rank holds the same box and writes it
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def array_specs(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: float, types: StateTypes) -> list[ArraySpec]:
+    """All arrays of the state, the same list on every rank."""
+    units = row_units(specs, mesh, bucket_bytes=bucket_bytes)
+    return [_array_spec(spec, slot, mesh, units.get(spec.name), types) for slot in SLOTS for spec in specs]
+
+
+def _array_spec(spec: ParameterSpec, slot: str, mesh: MeshShape, row_tile: int | None, types: StateTypes) -> ArraySpec:
+    dtype = types.of(slot)
+    attributes: dict[str, str | int | float | bool | list[str]] = {"tied": list(spec.tied)} if spec.tied else {}
+    return ArraySpec(
+        name=f"{slot}/{spec.name}",
+        shape=spec.shape,
+        dtype=dtype_name(dtype),
+        tile=_tile(spec, mesh, row_tile, dtype.itemsize),
+        attributes=attributes,
+    )
+
+
+def _tile(spec: ParameterSpec, mesh: MeshShape, row_tile: int | None, itemsize: int) -> tuple[int, ...]:
+    """The grid of storage, made finer where this layout cuts it (which only TP sizes that it does not foresee do)."""
+    tp_dim = spec.tp.dim if spec.tp.kind is Kind.CUT else None
+    tile = list(tile_shape(spec.shape, itemsize, tp_dim=tp_dim, row_tile=row_tile))
+    if tp_dim is not None:
+        extent = spec.shape[tp_dim]
+        starts = (spec.tp.interval(extent, mesh.tp, index)[0] for index in range(mesh.tp))
+        tile[tp_dim] = gcd(tile[tp_dim], *(start for start in starts if start < extent))
+    return tuple(tile)

@@ -1,0 +1,249 @@
+"""How the parameters of a pipeline stage lie in flat buffers, and which part of each buffer a replica owns.
+
+ZeRO-1 cuts every buffer into equal regions, one per replica: a reduce-scatter leaves each replica the summed gradients of
+its region, it updates them, an all-gather gives everybody the new weights. Where the cuts fall decides what a checkpoint
+looks like, so the plan is *aligned-flat*: each parameter is contiguous, and a cut may go through a matrix only between
+multiples of `row_unit` rows. A replica's share is then a list of whole row blocks, ready to be written as tiles.
+
+- Arrays under 4 MiB of fp32 (by their logical size) are never cut: they lie whole in one region.
+- A matrix that crosses a cut starts at a multiple of its own `row_unit` rows, and regions are multiples of all of them:
+  position and cut are then both on the matrix's row grid.
+- `row_unit` is a power of two, the largest for which alignment costs at most 1 % of the bucket, else the cheapest.
+- A bucket holds whole blocks (a layer, the embedding, the head) and never spans stages. A tied embedding whose ends lie on
+  two stages gets its own bucket, so that both ends cut it alike.
+
+Pure: the same plan is computed by every rank, by the planner and by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from ftrain.parallel.layout import Kind, ParameterSpec, is_owner, local_box
+from ftrain.parallel.shape import Coordinate, MeshShape
+from storage.box import Box
+from storage.grid import is_small
+
+ALIGN = 32  # elements; parameters start on cache lines in bf16 and fp32
+ROW_UNITS = (64, 32, 16, 8, 4, 2, 1)
+MAX_TILE = 2**20  # elements of a row block: 4 MiB of fp32
+CHEAP_PADDING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place in a bucket."""
+
+    spec: ParameterSpec
+    box: Box  # what this place holds of the logical array
+    start: int  # first element in the flat buffer
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the flat buffer."""
+        return self.start + self.box.size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Whole rows of one parameter inside one region."""
+
+    spec: ParameterSpec
+    box: Box  # of the logical array
+    start: int  # first element, counted from the start of the region
+    stop: int  # one past the last
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One flat buffer of `num_regions` equal regions of `region` elements."""
+
+    slots: tuple[Slot, ...]
+    region: int
+    num_regions: int
+    row_unit: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.region * self.num_regions
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no parameter."""
+        return self.numel - sum(slot.box.size for slot in self.slots)
+
+    def parts(self, index: int) -> tuple[Part, ...]:
+        """What the region at `index` holds, in the order of the buffer."""
+        first, last = index * self.region, (index + 1) * self.region
+        return tuple(
+            _part(slot, max(slot.start, first), min(slot.stop, last), first)
+            for slot in self.slots
+            if slot.start < last and slot.stop > first
+        )
+
+
+def may_be_cut(spec: ParameterSpec) -> bool:
+    """Whether ZeRO-1 may cut this array; a property of the logical array, whatever the layout."""
+    return len(spec.shape) == 2 and not is_small(spec.shape)
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate, *, bucket_bytes: float
+) -> tuple[Bucket, ...]:
+    """The buckets of one place in the mesh. `bucket_bytes` is the bf16 size after which a bucket is closed."""
+    return tuple(
+        _plan_bucket(group, mesh, coordinate) for group in _groups(specs, mesh, coordinate, bucket_bytes=bucket_bytes) if group
+    )
+
+
+def row_units(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: float) -> dict[str, int]:
+    """For every parameter that ZeRO-1 may cut: the rows at whose multiples this layout does so."""
+    units: dict[str, int] = {}
+    for stage in range(mesh.pp):
+        here = Coordinate(pp=stage)
+        for group in _groups(specs, mesh, here, bucket_bytes=bucket_bytes):
+            unit = _row_unit(group, mesh, stage)
+            units |= {spec.name: unit for spec in group if may_be_cut(spec)}
+    return units
+
+
+def state_boxes(buckets: Sequence[Bucket], mesh: MeshShape, coordinate: Coordinate) -> list[tuple[str, Box]]:
+    """The boxes of master weights (and moments, and bf16 weights) that one place writes to a checkpoint.
+
+    Over all places of the mesh they tile every array exactly once.
+    """
+    shard = mesh.shard(coordinate)
+    return [(part.spec.name, part.box) for bucket in buckets for part in bucket.parts(shard) if is_owner(part.spec, coordinate)]
+
+
+def _part(slot: Slot, start: int, stop: int, region_start: int) -> Part:
+    columns = prod(slot.box.shape[1:])
+    first, last = (start - slot.start) // columns, (stop - slot.start) // columns
+    offset = (slot.box.offset[0] + first, *slot.box.offset[1:])
+    box = Box(offset, (last - first, *slot.box.shape[1:]))
+    assert box.size == stop - start, "a region cuts a row"
+    return Part(slot.spec, box, start - region_start, stop - region_start)
+
+
+def _groups(
+    specs: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate, *, bucket_bytes: float
+) -> list[list[ParameterSpec]]:
+    """Whole blocks, in order, collected until a bucket is full. The same on every TP index (sizes are those of index 0)."""
+    largest = Coordinate(pp=coordinate.pp)
+    groups: list[list[ParameterSpec]] = [[]]
+    sizes = [0.0]
+    for block in _blocks([spec for spec in specs if coordinate.pp in spec.stages]):
+        size = sum(2.0 * box.size for spec in block if (box := local_box(spec, mesh, largest)))
+        alone = len(block[0].stages) > 1
+        if groups[-1] and (alone or sizes[-1] >= bucket_bytes):
+            groups.append([])
+            sizes.append(0.0)
+        groups[-1] += block
+        sizes[-1] += float("inf") if alone else size
+    if len(groups) > 1 and sizes[-1] < bucket_bytes / 2 and sizes[-2] < float("inf"):
+        rest = groups.pop()  # small: its padding would not be
+        groups[-1] += rest
+    return groups
+
+
+def _blocks(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
+    block: list[ParameterSpec] = []
+    for spec in specs:
+        if block and block[-1].block != spec.block:
+            yield block
+            block = []
+        block.append(spec)
+    if block:
+        yield block
+
+
+def _plan_bucket(group: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate) -> Bucket:
+    held = [(spec, box) for spec in group if (box := local_box(spec, mesh, coordinate))]
+    return _place(held, mesh.shards, _row_unit(group, mesh, coordinate.pp))
+
+
+def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> int:
+    """One unit for all TP indices: an array has one tile, although uneven cuts give the indices different plans."""
+    distinct: dict[tuple[tuple[int, ...], ...], list[tuple[ParameterSpec, Box]]] = {}
+    for index in range(mesh.tp):
+        held = [(spec, box) for spec in group if (box := local_box(spec, mesh, Coordinate(tp=index, pp=stage)))]
+        distinct.setdefault(tuple(box.shape for _, box in held), held)
+    legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in group if may_be_cut(spec))]
+    costs = {unit: max(_padding(held, mesh.shards, unit) for held in distinct.values()) for unit in legal}
+    cheap = [unit for unit, cost in costs.items() if cost <= CHEAP_PADDING]
+    return max(cheap) if cheap else min(legal, key=lambda unit: (costs[unit], -unit))
+
+
+def _unit_is_legal(spec: ParameterSpec, mesh: MeshShape, unit: int) -> bool:
+    """A row block must not be too large for a tile, and TP must not cut through one."""
+    if unit > 1 and unit * prod(spec.shape[1:]) > MAX_TILE:
+        return False
+    if spec.tp.kind is not Kind.CUT or spec.tp.dim != 0:
+        return True
+    starts = (spec.tp.interval(spec.shape[0], mesh.tp, index) for index in range(mesh.tp))
+    return all(start % unit == 0 or start == stop for start, stop in starts)
+
+
+def _padding(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> float:
+    bucket = _place(held, num_regions, row_unit)
+    return bucket.padding / max(1, bucket.numel)
+
+
+def _place(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> Bucket:
+    """The smallest equal regions that take everything: try, and grow by the alignment until it fits."""
+    large = [(spec, box) for spec, box in held if may_be_cut(spec)]
+    small = sorted(((spec, box) for spec, box in held if not may_be_cut(spec)), key=lambda pair: -pair[1].size)
+    cuts = [row_unit * prod(box.shape[1:]) for _, box in large] if num_regions > 1 else []
+    align = lcm(ALIGN, *cuts)
+    total = sum(box.size for _, box in held)
+    region = _up(max(-(-total // num_regions), small[0][1].size if small else 1), align)
+    while True:
+        slots = _try_place(large, small, region, num_regions, row_unit)
+        if slots is not None:
+            return Bucket(tuple(slots), region, num_regions, row_unit)
+        region += _up(region // 256 + 1, align)
+
+
+def _try_place(
+    large: Sequence[tuple[ParameterSpec, Box]],
+    small: Sequence[tuple[ParameterSpec, Box]],
+    region: int,
+    num_regions: int,
+    row_unit: int,
+) -> list[Slot] | None:
+    """Large matrices one after the other, small arrays into the emptiest gap; None if something does not fit."""
+    slots, gaps, position = [], [], 0
+    for spec, box in large:
+        start = _up(position, ALIGN)
+        if start // region != (start + box.size - 1) // region:  # it crosses a cut
+            start = _up(position, row_unit * prod(box.shape[1:]))
+        gaps.append((position, start))
+        slots.append(Slot(spec, box, start))
+        position = start + box.size
+    if position > region * num_regions:
+        return None
+    free = [gap for span in (*gaps, (position, region * num_regions)) for gap in _within_regions(*span, region)]
+    for spec, box in small:
+        start, stop = max(free, key=lambda gap: (gap[1] - gap[0], -gap[0]), default=(0, 0))
+        if stop - start < box.size:
+            return None
+        free.remove((start, stop))
+        slots.append(Slot(spec, box, start))
+        free.append((min(_up(start + box.size, ALIGN), stop), stop))
+    return sorted(slots, key=lambda slot: slot.start)
+
+
+def _within_regions(start: int, stop: int, region: int) -> Iterator[tuple[int, int]]:
+    """A free span, cut at region boundaries; starts are aligned."""
+    start = _up(start, ALIGN)
+    while start < stop:
+        end = min(stop, (start // region + 1) * region)
+        yield start, end
+        start = end
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

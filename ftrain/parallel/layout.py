@@ -1,0 +1,181 @@
+"""The placement table: for every parameter and mesh axis, what a rank holds of it and what its gradient is.
+
+Everything that depends on the parallel layout is derived from this one table: which box of the logical array a rank holds,
+over which axes its gradient is summed, how often it counts in the global norm, who writes it to a checkpoint, and in
+which bucket it travels. A rule that is written down once cannot disagree with itself.
+
+    CUT(dim)     the axis cuts this dim; each rank's gradient is complete for its part
+    REPLICATED   every rank of the axis holds the same values and computes the same gradient
+    PARTIAL      every rank of the axis holds the same values; their gradients are summands of the true one
+    ABSENT       one index of the axis (a pipeline stage) holds it, the others do not
+
+                            tp                  cp        pp        dp
+    embedding, head         CUT(0)              PARTIAL   ABSENT    PARTIAL
+    wq; wk, wv              CUT(0)              PARTIAL   ABSENT    PARTIAL
+    wo, w2                  CUT(1)              PARTIAL   ABSENT    PARTIAL
+    w1, w3                  CUT(0)              PARTIAL   ABSENT    PARTIAL
+    norms                   PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL
+
+If tp > kv_heads, each kv head is held by tp / kv_heads neighbouring ranks (`copies`), whose gradients are partial among
+them. The vocabulary is cut in whole tiles and may leave the last ranks a short part or none: padding is never an element
+of any array. A tied embedding is one parameter, held by the first and the last stage, owned by the first.
+
+Shapes are of the logical array, never of a part. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+from ftrain.config import Axis, Model
+from ftrain.parallel.partition import partition_layers
+from ftrain.parallel.shape import AXES, Coordinate, MeshShape
+from storage.box import Box
+from storage.grid import tp_tile
+
+
+class Kind(Enum):
+    """What one mesh axis does to one parameter; the module docstring says what each means."""
+
+    CUT = "cut"
+    REPLICATED = "replicated"
+    PARTIAL = "partial"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One cell of the table."""
+
+    kind: Kind
+    dim: int = 0  # CUT: the dim that is cut
+    unit: int = 1  # CUT: cuts lie at multiples of this many elements
+    copies: int = 1  # CUT: so many neighbouring ranks hold the same part, with partial gradients
+
+    def interval(self, extent: int, size: int, index: int) -> tuple[int, int]:
+        """Start (inclusive) and stop (exclusive) of the part at `index` of `size` along the cut dim; may be empty."""
+        parts = size // self.copies
+        units = -(-extent // self.unit)
+        width = -(-units // parts) * self.unit
+        start = min(index // self.copies * width, extent)
+        return start, min(start + width, extent)
+
+
+REPLICATED = Placement(Kind.REPLICATED)
+PARTIAL = Placement(Kind.PARTIAL)
+ABSENT = Placement(Kind.ABSENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of the model: what it is, and its row of the placement table."""
+
+    name: str
+    shape: tuple[int, ...]
+    tp: Placement
+    block: str  # "embedding", "layers.7", "head": buckets hold whole blocks
+    stages: tuple[int, ...]  # pipeline stages that hold it; the first owns it
+    decay: bool  # weight decay applies
+    cp: Placement = PARTIAL
+    pp: Placement = ABSENT
+    dp: Placement = PARTIAL
+    tied: tuple[str, ...] = field(default=())  # other names under which the model uses the same values
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the logical array."""
+        return prod(self.shape)
+
+    def on(self, axis: Axis) -> Placement:
+        """The cell for one axis."""
+        placement = getattr(self, axis)
+        assert isinstance(placement, Placement)
+        return placement
+
+    def reduce_axes(self) -> tuple[Axis, ...]:
+        """Axes over which this parameter's gradient is a sum of partial ones (copies of a cut not counted)."""
+        return tuple(axis for axis in AXES if self.on(axis).kind is Kind.PARTIAL)
+
+
+def parameters(model: Model, mesh: MeshShape, *, layer_counts: tuple[int, ...] = ()) -> tuple[ParameterSpec, ...]:
+    """All parameters of the model, in canonical order: embedding, layers, final norm, head."""
+    first, last = 0, mesh.pp - 1
+    vocabulary = Placement(Kind.CUT, dim=0, unit=tp_tile(model.vocab, element_bytes=4 * model.hidden))
+    ends = (first,) if not model.tied or first == last else (first, last)
+    matrix = (model.vocab, model.hidden)
+    specs = [
+        ParameterSpec(
+            name="embedding",
+            shape=matrix,
+            tp=vocabulary,
+            block="embedding",
+            stages=ends,
+            decay=True,
+            tied=("head",) if model.tied else (),
+        )
+    ]
+    for stage, layers in enumerate(partition_layers(model.layers, mesh.pp, layer_counts)):
+        for layer in layers:
+            specs += _layer(model, mesh, layer, stage)
+    specs.append(_norm("norm", model, "head", last))
+    if not model.tied:
+        specs.append(ParameterSpec(name="head", shape=matrix, tp=vocabulary, block="head", stages=(last,), decay=True))
+    return tuple(specs)
+
+
+def head_dim(model: Model) -> int:
+    """Size of an attention head."""
+    return model.head_dim or model.hidden // model.heads
+
+
+def num_kv_heads(model: Model) -> int:
+    """Number of key/value heads."""
+    return model.kv_heads or model.heads
+
+
+def _norm(name: str, model: Model, block: str, stage: int) -> ParameterSpec:
+    return ParameterSpec(name=name, shape=(model.hidden,), tp=PARTIAL, block=block, stages=(stage,), decay=False)
+
+
+def _layer(model: Model, mesh: MeshShape, layer: int, stage: int) -> Iterator[ParameterSpec]:
+    block, dim, kv = f"layers.{layer}", head_dim(model), num_kv_heads(model)
+    queries = Placement(Kind.CUT, dim=0, unit=dim)
+    keys = Placement(Kind.CUT, dim=0, unit=dim, copies=max(1, mesh.tp // kv))
+
+    def matrix(name: str, rows: int, columns: int, tp: Placement) -> ParameterSpec:
+        return ParameterSpec(name=f"{block}.{name}", shape=(rows, columns), tp=tp, block=block, stages=(stage,), decay=True)
+
+    yield _norm(f"{block}.attention_norm", model, block, stage)
+    yield matrix("attention.wq", model.heads * dim, model.hidden, queries)
+    yield matrix("attention.wk", kv * dim, model.hidden, keys)
+    yield matrix("attention.wv", kv * dim, model.hidden, keys)
+    yield matrix("attention.wo", model.hidden, model.heads * dim, Placement(Kind.CUT, dim=1, unit=dim))
+    yield _norm(f"{block}.mlp_norm", model, block, stage)
+    yield matrix("mlp.w1", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))
+    yield matrix("mlp.w2", model.hidden, model.ffn, Placement(Kind.CUT, dim=1))
+    yield matrix("mlp.w3", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))
+
+
+def local_box(spec: ParameterSpec, mesh: MeshShape, coordinate: Coordinate) -> Box | None:
+    """The box of the logical array that this place computes with, or None if it holds nothing of it."""
+    if coordinate.pp not in spec.stages:
+        return None
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    if spec.tp.kind is Kind.CUT:
+        start, stop = spec.tp.interval(spec.shape[spec.tp.dim], mesh.tp, coordinate.tp)
+        if start == stop:
+            return None
+        offset[spec.tp.dim], shape[spec.tp.dim] = start, stop - start
+    return Box(tuple(offset), tuple(shape))
+
+
+def is_owner(spec: ParameterSpec, coordinate: Coordinate) -> bool:
+    """Whether, of all places that hold the same values up to ZeRO-1, this one counts them in the norm and writes them."""
+    if coordinate.pp != spec.stages[0]:
+        return False
+    if spec.tp.kind is Kind.CUT:
+        return coordinate.tp % spec.tp.copies == 0
+    return coordinate.tp == 0

@@ -1,0 +1,110 @@
+"""Rank arithmetic: which rank sits where in the mesh, and with whom it talks.
+
+Pure integers, so that the planner, the supervisor's `--dry-run` and the tests can ask about 5,120 ranks without starting
+one. Rank order is a tuple, innermost axis first: neighbouring ranks differ in the first axis. The default puts tensor
+parallelism on neighbours, because it talks most, and data parallelism outermost, because it talks least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from ftrain.config import Axis, Config
+
+AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp")
+
+# The axes over which master weights and moments are cut (ZeRO-1): both hold the same weights and different tokens.
+SHARD_AXES: tuple[Axis, ...] = ("cp", "dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Coordinate:
+    """A place in the mesh, one index per axis, each counted from 0."""
+
+    tp: int = 0
+    cp: int = 0
+    pp: int = 0
+    dp: int = 0
+
+    def on(self, axis: Axis) -> int:
+        """The index along one axis."""
+        return int(getattr(self, axis))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """Sizes of the four mesh axes, and the order in which ranks run through them (innermost first)."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    order: tuple[Axis, ...] = AXES
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(f"rank order {self.order}: wanted each of {', '.join(AXES)} exactly once")
+        if min(self.size(axis) for axis in AXES) < 1:
+            raise ValueError(f"mesh {self}: every axis needs a size of at least 1")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}{self.size(axis)}" for axis in self.order)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.size(axis) for axis in AXES)
+
+    @property
+    def shards(self) -> int:
+        """Number of parts into which ZeRO-1 cuts each stage's optimizer state."""
+        return prod(self.size(axis) for axis in SHARD_AXES)
+
+    def size(self, axis: Axis) -> int:
+        """The size of one axis."""
+        return int(getattr(self, axis))
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The place of a rank."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} of a mesh of {self.world} ranks ({self})")
+        indices: dict[str, int] = {}
+        for axis in self.order:
+            rank, indices[axis] = divmod(rank, self.size(axis))
+        return Coordinate(**indices)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """The rank at a place: the inverse of `coordinate`."""
+        rank = 0
+        for axis in reversed(self.order):
+            rank = rank * self.size(axis) + coordinate.on(axis)
+        return rank
+
+    def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """The ranks, ascending, that differ from this one at most along `axes`: those it reduces over `axes` with."""
+        here = self.coordinate(rank)
+        choices = [range(self.size(axis)) if axis in axes else (here.on(axis),) for axis in AXES]
+        return tuple(sorted(self.rank(Coordinate(**dict(zip(AXES, place, strict=True)))) for place in product(*choices)))
+
+    def shard(self, coordinate: Coordinate) -> int:
+        """Which of the `shards` regions of every bucket this place owns: its index within its CP x DP group."""
+        return self.group(self.rank(coordinate), SHARD_AXES).index(self.rank(coordinate))
+
+    def coordinates(self) -> tuple[Coordinate, ...]:
+        """All places, in rank order."""
+        return tuple(self.coordinate(rank) for rank in range(self.world))
+
+
+def mesh_shape(config: Config) -> MeshShape:
+    """The mesh a config asks for. DP is what remains of the ranks."""
+    parallel = config.parallel
+    unit = parallel.tp * parallel.cp * parallel.pp
+    if parallel.ranks % unit:
+        raise ValueError(
+            f"parallel.ranks = {parallel.ranks} is not a multiple of tp x cp x pp = "
+            f"{parallel.tp} x {parallel.cp} x {parallel.pp} = {unit}"
+        )
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.ranks // unit}
+    return MeshShape(**sizes, order=parallel.order)

@@ -1,0 +1,171 @@
+"""The placement table and the bucket plan: for every layout, the boxes tile every array exactly once and lie on the grid."""
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrain.config import Model
+from ftrain.parallel.arrays import EXACT, StateTypes, array_specs
+from ftrain.parallel.buckets import may_be_cut, plan_buckets, state_boxes
+from ftrain.parallel.layout import Kind, is_owner, local_box, parameters
+from ftrain.parallel.shape import Coordinate, MeshShape
+from storage.box import tiling_problems
+from storage.pack import plan_pack
+
+
+@st.composite
+def layouts(draw, *, wide=False):
+    """A model and a mesh that may cut it; `wide` models have arrays large enough for ZeRO-1 to cut."""
+    tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    kv = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if tp % n == 0 or n % tp == 0]))
+    heads = kv * draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if kv * n % tp == 0]))
+    hidden = draw(st.sampled_from([1024, 1536, 2048] if wide else [48, 64, 96]))
+    model = Model(
+        layers=draw(st.integers(1, 5)),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=draw(st.sampled_from([64, 128] if wide else [8, 16])),
+        ffn=tp * draw(st.integers(1, 9)) * (256 if wide else 16),
+        vocab=draw(st.sampled_from([8192, 5003, 1009] if wide else [256, 257, 1009])),
+        tied=draw(st.booleans()),
+    )
+    pp = draw(st.integers(1, min(3, model.layers)))
+    mesh = MeshShape(tp=tp, pp=pp, cp=draw(st.integers(1, 2)), dp=draw(st.sampled_from([1, 2, 3, 5, 8])))
+    return model, mesh, draw(st.sampled_from([0.01, 1.0, 64.0])) * 2**20
+
+
+def written(model, mesh, bucket_bytes):
+    """Every box that any place of the mesh writes, by parameter."""
+    specs = parameters(model, mesh)
+    boxes = {spec.name: [] for spec in specs}
+    for place in mesh.coordinates():
+        for name, box in state_boxes(plan_buckets(specs, mesh, place, bucket_bytes=bucket_bytes), mesh, place):
+            boxes[name].append(box)
+    return specs, boxes
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts() | layouts(wide=True))
+def test_written_boxes_tile_every_array_on_its_grid(layout):
+    model, mesh, bucket_bytes = layout
+    specs, boxes = written(model, mesh, bucket_bytes)
+    for types in (StateTypes(), EXACT):
+        arrays = {array.name: array for array in array_specs(specs, mesh, bucket_bytes=bucket_bytes, types=types)}
+        for spec in specs:
+            assert tiling_problems(spec.shape, boxes[spec.name]) == []
+            for slot in ("weights", "master"):
+                plan_pack(arrays, [(f"{slot}/{spec.name}", box) for box in boxes[spec.name]])  # raises off the grid
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts() | layouts(wide=True))
+def test_buckets_hold_what_the_place_computes_with(layout):
+    model, mesh, bucket_bytes = layout
+    specs = parameters(model, mesh)
+    for place in {Coordinate(tp=tp, pp=pp) for tp in range(mesh.tp) for pp in range(mesh.pp)}:
+        buckets = plan_buckets(specs, mesh, place, bucket_bytes=bucket_bytes)
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        assert {slot.spec.name: slot.box for slot in slots} == {
+            spec.name: box for spec in specs if (box := local_box(spec, mesh, place))
+        }
+        for bucket in buckets:
+            assert bucket.num_regions == mesh.shards
+            ends = [0] + [slot.stop for slot in bucket.slots]
+            assert all(slot.start >= end for slot, end in zip(bucket.slots, ends, strict=False))
+            assert ends[-1] <= bucket.numel
+            parts = [part for shard in range(mesh.shards) for part in bucket.parts(shard)]
+            for slot in bucket.slots:
+                mine = [part for part in parts if part.spec is slot.spec]
+                assert sum(part.box.size for part in mine) == slot.box.size
+                assert len(mine) == 1 or may_be_cut(slot.spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_the_grid_of_small_arrays_does_not_depend_on_the_layout(layout):
+    model, mesh, bucket_bytes = layout
+    one = MeshShape()
+    here = array_specs(parameters(model, mesh), mesh, bucket_bytes=bucket_bytes, types=StateTypes())
+    plain = array_specs(parameters(model, one), one, bucket_bytes=bucket_bytes, types=StateTypes())
+    assert [array.name for array in here] == [array.name for array in plain]
+    for array, other in zip(here, plain, strict=True):
+        if mesh.tp in (1, 2, 4, 8):
+            assert array == other
+
+
+@given(layouts())
+def test_every_element_is_owned_once_per_shard_group(layout):
+    model, mesh, _ = layout
+    for spec in parameters(model, mesh):
+        owned = [
+            box
+            for tp in range(mesh.tp)
+            for pp in range(mesh.pp)
+            if is_owner(spec, place := Coordinate(tp=tp, pp=pp)) and (box := local_box(spec, mesh, place))
+        ]
+        assert tiling_problems(spec.shape, owned) == []
+
+
+def test_kv_heads_are_copied_when_tp_exceeds_them():
+    model = Model(layers=1, hidden=64, heads=8, kv_heads=2, ffn=64, vocab=256)
+    mesh = MeshShape(tp=4)
+    wk = next(spec for spec in parameters(model, mesh) if spec.name == "layers.0.attention.wk")
+    assert wk.tp.copies == 2
+    offsets = [local_box(wk, mesh, Coordinate(tp=tp)).offset[0] for tp in range(4)]
+    assert offsets == [0, 0, 8, 8]
+    assert [is_owner(wk, Coordinate(tp=tp)) for tp in range(4)] == [True, False, True, False]
+
+
+def test_tied_embedding_is_one_array_with_two_stages():
+    model = Model(layers=2, hidden=64, heads=4, ffn=64, vocab=256, tied=True)
+    mesh = MeshShape(pp=2, dp=2)
+    specs = parameters(model, mesh)
+    assert [spec.name for spec in specs if spec.shape == (256, 64)] == ["embedding"]
+    buckets = [plan_buckets(specs, mesh, Coordinate(pp=pp), bucket_bytes=2**26) for pp in range(2)]
+    twins = [next(b for b in stage if any(s.spec.name == "embedding" for s in b.slots)) for stage in buckets]
+    assert twins[0] == twins[1]
+    arrays = array_specs(specs, mesh, bucket_bytes=2**26, types=StateTypes())
+    assert arrays[0].attributes == {"tied": ["head"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "layers_of_a_bucket"),
+    [
+        pytest.param(
+            Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256), MeshShape(dp=64), 2, id="8B"
+        ),
+        pytest.param(
+            Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256), MeshShape(tp=8, dp=64), 4, id="70B"
+        ),
+        pytest.param(
+            Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+            MeshShape(tp=8, pp=16, dp=128),
+            4,
+            id="405B",
+        ),
+    ],
+)
+def test_padding_of_real_models_is_small(model, mesh, layers_of_a_bucket):
+    specs = parameters(model, mesh)
+    one_layer = 2 * sum(prod(spec.shape) for spec in specs if spec.block == "layers.0") / mesh.tp
+    bucket_bytes = (layers_of_a_bucket - 0.5) * one_layer
+    for stage in (0, mesh.pp - 1):
+        buckets = plan_buckets(specs, mesh, Coordinate(pp=stage), bucket_bytes=bucket_bytes)
+        assert sum(b.padding for b in buckets) <= 0.05 * sum(b.numel for b in buckets)
+
+
+def test_placement_of_the_table():
+    specs = {spec.name: spec for spec in parameters(Model(layers=1, hidden=64, heads=4, ffn=64, vocab=256), MeshShape(tp=2))}
+    cuts = {name: (spec.tp.kind, spec.tp.dim) for name, spec in specs.items()}
+    assert cuts["layers.0.attention.wo"] == cuts["layers.0.mlp.w2"] == (Kind.CUT, 1)
+    assert cuts["layers.0.attention.wq"] == cuts["layers.0.mlp.w1"] == cuts["embedding"] == cuts["head"] == (Kind.CUT, 0)
+    assert cuts["norm"][0] is Kind.PARTIAL
+    assert specs["norm"].reduce_axes() == ("tp", "cp", "dp")
+    assert [name for name, spec in specs.items() if not spec.decay] == [
+        "layers.0.attention_norm",
+        "layers.0.mlp_norm",
+        "norm",
+    ]
