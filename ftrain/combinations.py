@@ -21,7 +21,7 @@ _AXES = ("tp", "cp", "pp", "dp")
 
 def combinations(config: Config) -> list[Problem]:
     """All impossible combinations of a config whose single values are legal."""
-    return [problem for rule in _RULES for problem in rule(config)]
+    return [problem for rule in RULES for problem in rule(config)]
 
 
 def availability(config: Config) -> list[Problem]:
@@ -175,7 +175,7 @@ def _faults(config: Config) -> Iterator[Problem]:
             yield Problem(f"faults.{index}.rank", given, f"a rank of the run (0 to {config.parallel.ranks - 1})", hint)
 
 
-_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _ranks,
     _order,
     _heads,

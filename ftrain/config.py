@@ -26,6 +26,7 @@ ACCEPT = {"on_resume": "accept"}
 REFUSED = {"on_resume": "refused"}
 
 Axis = Literal["tp", "cp", "pp", "dp"]
+FaultPoint = Literal["step", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +36,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Run(Section, frozen=True, kw_only=True):
     """What is run, and where its checkpoints and ledger live."""
 
-    url: Annotated[str, Meta(description="folder or URL (s3://bucket/key) of the run", extra=FREE)]
+    url: Annotated[str, Meta(min_length=1, description="folder or URL (s3://bucket/key) of the run", extra=FREE)]
     steps: Annotated[int, Meta(ge=1, description="optimizer steps of the whole run", extra=RECORDED)]
     seed: Annotated[int, Meta(ge=0, lt=2**62, description="seed of initial values and data order", extra=REFUSED)] = 0
     local_dir: Annotated[
@@ -67,7 +68,9 @@ class Model(Section, frozen=True, kw_only=True):
 class Source(Section, frozen=True, kw_only=True):
     """One corpus of a blend."""
 
-    path: Annotated[str, Meta(description="prefix of a .bin/.idx pair, or `stdlib`: the interpreter's own library")]
+    path: Annotated[
+        str, Meta(min_length=1, description="prefix of a .bin/.idx pair, or `stdlib`: the interpreter's own library")
+    ]
     weight: Annotated[float, Meta(gt=0, description="share of the blend, relative to the other sources")] = 1.0
 
 
@@ -75,7 +78,9 @@ class Data(Section, frozen=True, kw_only=True):
     """Where the tokens come from. The order is a pure function of (seed, position)."""
 
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, description="corpora, blended by weight", extra=ACCEPT)]
-    tokenizer: Annotated[str, Meta(description="`byte`, or a Hugging Face tokenizer.json", extra=REFUSED)] = "byte"
+    tokenizer: Annotated[str, Meta(min_length=1, description="`byte`, or a Hugging Face tokenizer.json", extra=REFUSED)] = (
+        "byte"
+    )
     seq_len: Annotated[int, Meta(ge=1, description="tokens in a training sequence", extra=ACCEPT)]
     heldout_fraction: Annotated[
         float, Meta(ge=0, lt=1, description="share of each corpus, at its end, kept for evaluation", extra=ACCEPT)
@@ -205,7 +210,7 @@ class Fault(Section, frozen=True, kw_only=True):
     """A fault to inject, for demonstrations and tests. It fires once in the life of a run."""
 
     kind: Annotated[Literal["kill", "stop", "exit", "raise"], Meta(description="what happens to the process")] = "kill"
-    at: Annotated[str, Meta(description="named point, e.g. `step`, `copy`, `upload`, `before_commit`")] = "step"
+    at: Annotated[FaultPoint, Meta(description="named point at which it happens; `step`: between two steps")] = "step"
     step: Annotated[int, Meta(ge=0, description="at or after this step")]
     rank: Annotated[int, Meta(ge=0, description="rank, for points inside a worker")] = 0
 

@@ -1,8 +1,8 @@
 """From a TOML file and `--set` to a checked Config; what it is called, and what changed since.
 
-Everything wrong is reported at once: the person at the terminal waits for a queue, not for a compiler. The order is fixed
-(file, then overrides, then single values, then combinations), because each stage can only speak about what the one before has
-settled. No torch here: the supervisor and every command load a config.
+Everything wrong is reported at once: the person at the terminal may have waited in a queue to learn it. Precedence, all of
+it: the schema's defaults, then the file, then the overrides; no environment variable takes part. No torch here: the supervisor
+and every command load a config.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msgspec import inspect as mi
 
 from ftrain.combinations import availability, combinations, head_dim, kv_heads, replicas
 from ftrain.config import Config
+from ftrain.partial import certain_combinations
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
 from ftrain.units import format_bytes, format_count
 
@@ -79,7 +80,7 @@ def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequen
     """The config in plain data, e.g. as the ledger or a manifest recorded it. `problems` were found before."""
     found = [*problems, *check(data, Config)]
     if found:
-        raise ConfigProblems(found, origin)
+        raise ConfigProblems([*found, *certain_combinations(data)], origin)
     config = msgspec.convert(data, Config)
     impossible = combinations(config)
     if impossible:

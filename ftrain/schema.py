@@ -44,7 +44,12 @@ class ConfigProblems(ValueError):  # noqa: N818  it carries a list; "Error" woul
 
 def check(data: object, schema: type[msgspec.Struct]) -> list[Problem]:
     """All problems of plain data (as TOML gives it) against a Struct; empty if msgspec will accept it."""
-    return list(_walk(data, mi.type_info(schema), ""))
+    return find_problems(data, mi.type_info(schema))
+
+
+def find_problems(data: object, type_: mi.Type, path: str = "") -> list[Problem]:
+    """The same for any type of the schema."""
+    return list(_walk(data, type_, path))
 
 
 def bare(type_: mi.Type) -> mi.Type:
