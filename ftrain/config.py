@@ -138,7 +138,7 @@ class Schedule(Section, frozen=True, kw_only=True):
 class Evaluate(Section, frozen=True, kw_only=True):
     """Loss on a fixed held-out slice, the same under every layout."""
 
-    every_steps: Annotated[int, Meta(ge=0, description="0: never", extra=RECORDED)] = 0
+    every_steps: Annotated[int, Meta(ge=0, description="evaluate every so many steps; 0: never", extra=RECORDED)] = 0
     sequences: Annotated[int, Meta(ge=1, description="held-out sequences in the slice", extra=RECORDED)] = 64
 
 
