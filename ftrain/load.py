@@ -154,11 +154,16 @@ def _leaves(config: Config) -> Iterator[tuple[str, object, Kind]]:
         value = getattr(config, section.name)
         inner = bare(section.type)
         if not isinstance(inner, mi.StructType):
-            yield section.name, msgspec.to_builtins(value), cast(Kind, resume_class(section.type))
+            yield section.name, _plain(value), cast(Kind, resume_class(section.type))
             continue
         for field in inner.fields:
-            plain = msgspec.to_builtins(getattr(value, field.name))
-            yield f"{section.name}.{field.name}", plain, cast(Kind, resume_class(field.type))
+            kind = cast(Kind, resume_class(field.type))
+            yield f"{section.name}.{field.name}", _plain(getattr(value, field.name)), kind
+
+
+def _plain(value: object) -> object:
+    """The value as a record gives it back: lists, not tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def _override(data: dict[str, Any], override: str) -> Iterator[Problem]:

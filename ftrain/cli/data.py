@@ -1,8 +1,8 @@
 """`ftrain data`: text into token files, and a look at what a run will be fed.
 
 The second command is there because most failures of a first run are in the data, and none of them shows in the loss before an
-hour has passed: a wrong tokenizer, documents run together, a blend with the weights swapped. It shows the very sequences that the
-training loop will ask for, by the same code.
+hour has passed: a wrong tokenizer, documents run together, a blend with the weights swapped. It shows the very sequences that
+the training loop will ask for, by the same code.
 """
 
 from __future__ import annotations
@@ -155,10 +155,12 @@ def _report_text(report: PrepareReport) -> str:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None]]:
+def _progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     """A bar on stderr, if that is a terminal."""
-    label = "preparing" if sys.stderr.isatty() else ""
-    with click.progressbar(length=1, label=label, file=sys.stderr, show_pos=False) as bar:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label="preparing", file=sys.stderr) as bar:
 
         def show(progress: Progress) -> None:
             bar.length = max(1, progress.bytes_total)

@@ -1,0 +1,101 @@
+"""Impossible combinations: each is found, with the nearest legal values, and all together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrain.combinations import RULES, availability, combinations, nearest, nearest_divisor
+from ftrain.load import ConfigProblems, parse, require_available
+
+BASE = """
+run = {url = "x", steps = 10}
+model = {layers = 4, hidden = 64, heads = 8, ffn = 96, vocab = 257}
+data = {sources = [{path = "stdlib"}], seq_len = 24}
+batch = {global_batch = 12}
+optimizer = {lr = 1}
+"""
+
+CASES = [
+    pytest.param(["parallel.tp=2", "parallel.ranks=3"], "parallel.ranks", "nearest: 2 or 4", id="ranks"),
+    pytest.param(["parallel.order=['tp', 'tp']"], "parallel.order", "exactly once", id="order"),
+    pytest.param(["parallel.tp=3", "parallel.ranks=3"], "parallel.tp", "nearest: 2 or 4", id="heads by tp"),
+    pytest.param(["model.kv_heads=3"], "model.kv_heads", "nearest: 2 or 4", id="heads by kv heads"),
+    pytest.param(
+        ["model.heads=6", "model.kv_heads=3", "parallel.tp=2", "parallel.ranks=2", "model.hidden=96"],
+        "parallel.tp",
+        "a multiple or a divisor of model.kv_heads; nearest: 1 or 3",
+        id="kv heads by tp",
+    ),
+    pytest.param(["model.hidden=60"], "model.hidden", "nearest: 56 or 64, or give model.head_dim", id="width"),
+    pytest.param(["model.head_dim=7"], "model.head_dim", "nearest: 6 or 8", id="odd head"),
+    pytest.param(["model.ffn=97", "parallel.tp=2", "parallel.ranks=2"], "model.ffn", "nearest: 96 or 98", id="ffn by tp"),
+    pytest.param(["parallel.pp=5", "parallel.ranks=5"], "parallel.pp", "nearest: 4", id="layers by pp"),
+    pytest.param(["data.seq_len=22", "parallel.cp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 20 or 24", id="2 cp"),
+    pytest.param(["data.seq_len=23", "parallel.tp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 22 or 24", id="seq by tp"),
+    pytest.param(["batch.micro_batch=5"], "batch.micro_batch", "nearest: 4 or 6", id="micro"),
+    pytest.param(["parallel.ranks=13"], "batch.global_batch", "nearest: 13", id="fewer micro-batches than replicas"),
+    pytest.param(["schedule.warmup_steps=11"], "schedule.warmup_steps", "nearest: 10", id="warm-up"),
+    pytest.param(
+        ["schedule.kind=wsd", "schedule.warmup_steps=6", "schedule.decay_steps=5"],
+        "schedule.warmup_steps",
+        "nearest: 5",
+        id="warm-up and decay",
+    ),
+    pytest.param(["schedule.decay_steps=2"], "schedule.decay_steps", "no effect", id="decay without wsd"),
+    pytest.param(["checkpoint.every_steps=4"], "checkpoint.snapshot_steps", "nearest: 4", id="snapshots that never happen"),
+    pytest.param(['checkpoint.retention=[{keep = "best"}]'], "checkpoint.retention", "evaluate.every_steps", id="best of none"),
+    pytest.param(["evaluate.every_steps=5", "data.heldout_fraction=0"], "data.heldout_fraction", "above 0", id="no held-out"),
+    pytest.param(["recovery.backoff_max_s=0.5"], "recovery.backoff_max_s", "nearest: 1.0", id="back-off"),
+    pytest.param(["model.vocab=256"], "model.vocab", "nearest: 257", id="vocabulary"),
+    pytest.param(["data.tokenizer=t.json"], "data.sources.0.path", "corpus of bytes", id="stdlib with a tokenizer"),
+    pytest.param(["faults=[{step = 1, rank = 1}]"], "faults.0.rank", "nearest: 0", id="fault on no rank"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "path", "words"), CASES)
+def test_each_combination_is_found(overrides: list[str], path: str, words: str) -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        parse(BASE, overrides)
+    texts = [str(problem) for problem in caught.value.problems if problem.path == path]
+    assert any(words in text for text in texts), caught.value
+
+
+def test_every_rule_has_a_case() -> None:
+    assert len(RULES) <= len(CASES)
+    assert combinations(parse(BASE)) == []
+
+
+def test_all_combinations_at_once() -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        parse(BASE, ["parallel.tp=3", "parallel.ranks=10", "parallel.pp=5", "batch.micro_batch=5", "model.vocab=3"])
+    assert {problem.path for problem in caught.value.problems} == {
+        "parallel.ranks",
+        "parallel.tp",
+        "parallel.pp",
+        "batch.micro_batch",
+        "model.vocab",
+    }
+
+
+def test_what_the_engine_cannot_do_yet_is_legal_but_not_available() -> None:
+    config = parse(BASE, ["parallel.tp=2", "parallel.pp=2", "parallel.ranks=8"])
+    assert [problem.path for problem in availability(config)] == ["parallel.tp", "parallel.pp"]
+    with pytest.raises(ConfigProblems, match="this engine trains with data parallelism only for now"):
+        require_available(config)
+    require_available(parse(BASE, ["parallel.ranks=2"]))
+
+
+@given(value=st.integers(1, 500), unit=st.integers(1, 50))
+def test_nearest_multiples_enclose_the_value(value: int, unit: int) -> None:
+    options = [int(word) for word in nearest(value, multiple_of=unit).removeprefix("nearest: ").split(" or ")]
+    assert all(option % unit == 0 and option > 0 and abs(option - value) <= unit for option in options)
+
+
+@given(value=st.integers(1, 500), whole=st.integers(1, 500))
+def test_nearest_divisors_divide(value: int, whole: int) -> None:
+    options = [int(word) for word in nearest_divisor(value, whole).removeprefix("nearest: ").split(" or ")]
+    assert all(whole % option == 0 for option in options)
+    between = range(min(options), max(options) + 1)
+    assert not [n for n in between if whole % n == 0 and n not in options]
