@@ -1,0 +1,100 @@
+"""The copy of live state into an arena slot: the only thing the training loop ever waits for.
+
+The arena is filled in tile order, each chunk followed by four bytes for its crc32c. That is a strided view of the payload, so a whole
+box is one `copy_` per interior and edge region, at the speed of a memcpy, and rounding the masters to bfloat16 happens in the same
+pass. Views are made once per slot and reused: a snapshot allocates nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftrain.parallel.arrays import StatePiece
+from storage.pack import ArraySpec, PackLayout, Part
+
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+
+CopyPair = tuple[torch.Tensor, torch.Tensor]
+
+
+def copy_pairs(
+    payload: np.ndarray[Any, np.dtype[np.uint8]], layout: PackLayout, pieces: Sequence[StatePiece]
+) -> list[CopyPair]:
+    """(destination, source) views that, copied in order, put `pieces` where `layout` says. Parts and pieces match one to one."""
+    if len(pieces) != len(layout.parts):
+        raise ValueError(f"{len(pieces)} pieces of state for {len(layout.parts)} parts of the layout")
+    buffer = torch.from_numpy(payload)
+    pairs: list[CopyPair] = []
+    for part, piece in zip(layout.parts, pieces, strict=True):
+        if (part.array, tuple(part.offset), tuple(part.shape)) != (piece.array, piece.box.offset, piece.box.shape):
+            raise ValueError(f"piece {piece.array} {piece.box} does not match part {part}")
+        pairs += _part_pairs(buffer, layout.specs[part.array], part, piece.tensor)
+    return pairs
+
+
+def _part_pairs(buffer: torch.Tensor, spec: ArraySpec, part: Part, source: torch.Tensor) -> Iterator[CopyPair]:
+    dtype, tile, shape = TORCH_DTYPES[spec.dtype], tuple(spec.tile), tuple(part.shape)
+    source = source.detach().reshape(shape)
+    if not shape:
+        shape, tile, source = (1,), (1,), source.reshape(1)
+    if dtype.itemsize == 8:
+        # the crc's four bytes break 8-byte alignment: move such elements as pairs of 4-byte words
+        if source.dtype != dtype:
+            raise ValueError(f"{part.array}: the live tensor is {source.dtype}, the array {dtype}; 8-byte elements are not converted")
+        source = source.view(torch.int32)
+        dtype, tile, shape = torch.int32, (*tile[:-1], tile[-1] * 2), tuple(source.shape)
+    grid = [math.ceil(n / t) for n, t in zip(shape, tile, strict=True)]
+    stride = math.prod(tile) + 4 // dtype.itemsize
+    nbytes = stride * math.prod(grid) * dtype.itemsize
+    chunks = buffer[part.position : part.position + nbytes].view(dtype)
+    for region in itertools.product(*[_regions(n, t) for n, t in zip(shape, tile, strict=True)]):
+        yield _region_pair(chunks, source, grid=grid, tile=tile, stride=stride, region=region)
+
+
+def _regions(length: int, tile: int) -> list[tuple[int, int, int]]:
+    """A dim as (first element, number of tiles, elements used of each): the full tiles, then the edge."""
+    full, rest = divmod(length, tile)
+    return [(0, full, tile)] * (full > 0) + [(full * tile, 1, rest)] * (rest > 0)
+
+
+def _region_pair(
+    chunks: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    grid: Sequence[int],
+    tile: Sequence[int],
+    stride: int,
+    region: Sequence[tuple[int, int, int]],
+) -> CopyPair:
+    """One destination view [tiles of each dim..., elements of each dim...] and the source in the same order."""
+    counts, used = [count for _, count, _ in region], [n for _, _, n in region]
+    grid_strides = [stride * math.prod(grid[d + 1 :]) for d in range(len(grid))]
+    tile_strides = [math.prod(tile[d + 1 :]) for d in range(len(tile))]
+    first = sum((start // t) * s for (start, _, _), t, s in zip(region, tile, grid_strides, strict=True))
+    destination = chunks.as_strided((*counts, *used), (*grid_strides, *tile_strides), chunks.storage_offset() + first)
+    for dim, (start, count, n) in enumerate(region):
+        source = source.narrow(dim, start, count * n)
+    split = source.view([size for pair in zip(counts, used, strict=True) for size in pair])
+    ndim = len(counts)
+    return destination, split.permute(*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2))
+
+
+def run_copy(pairs: Sequence[CopyPair]) -> None:
+    """Copy everything. Releases the GIL inside each copy."""
+    with torch.no_grad():
+        for destination, source in pairs:
+            destination.copy_(source)

@@ -1,0 +1,109 @@
+"""What worker, keeper and coordinator tell each other about checkpoints. The supervisor relays these without looking inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from storage.manifest import PackManifest
+
+
+class SnapshotReady(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """Worker to keeper: a slot is complete; seal it, and store it if an upload is wanted (the slot's header says so)."""
+
+    slot: str
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
+    """Coordinator to keeper: this step is committed, or given up; its slots may be filled again."""
+
+    attempt: int
+    step: int
+
+
+class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):
+    """Coordinator to keeper: a new coordinator is here; say again what is stored and not settled."""
+
+
+class PackStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
+    """Keeper to coordinator: one rank's pack is in storage."""
+
+    epoch: int
+    attempt: int
+    step: int
+    rank: int
+    world: int
+    manifest: PackManifest
+    progress: dict[str, Any]
+    seconds: float
+
+
+class PackFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """Keeper to coordinator: one rank's pack could not be stored; nothing of it is left behind."""
+
+    epoch: int
+    attempt: int
+    step: int
+    rank: int
+    world: int
+    reason: str
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Worker to coordinator: state is there, the first step is about to begin."""
+
+    rank: int
+    step: int
+    source: str  # init, memory or storage
+    passed_over: list[tuple[int, str]] = []
+    proof: str = ""  # what was compared: digests or crcs
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Rank 0 to coordinator: one optimizer step; times in unix seconds."""
+
+    step: int
+    t_begin: float
+    t_end: float
+    blocked_s: float
+    evaluate_s: float
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    applied: bool
+    eval_loss: float | None = None
+
+
+class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+    """Worker to coordinator: this rank's copy of a step is complete in memory."""
+
+    rank: int
+    step: int
+    upload: bool
+
+
+class SaveSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="skipped"):
+    """Rank 0 to coordinator: the policy let a due save go (or calls that a failure), and why."""
+
+    step: int
+    reason: str
+    failed: bool = False
+
+
+class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
+    """Rank 0 to coordinator: the loop has ended; the snapshot of this step is on its way to storage."""
+
+    step: int
+    outcome: str  # finished or stopped
+
+
+KeeperMessage = PackStored | PackFailed
+KeeperRequest = Settled | Resend
+WorkerMessage = Ready | StepDone | SnapshotTaken | SaveSkipped | Final
+encode = msgspec.msgpack.Encoder().encode
+decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode
+decode_request = msgspec.msgpack.Decoder(KeeperRequest).decode
+decode_worker = msgspec.msgpack.Decoder(WorkerMessage).decode
+decode_snapshot = msgspec.msgpack.Decoder(SnapshotReady).decode

@@ -1,0 +1,179 @@
+"""Bring live state back: from the memory tier if it is as new, else from storage, and prove that it is the state that was saved.
+
+All ranks go through the same candidates together. A candidate counts only if it loads on every rank: one rank's damaged chunk sends all
+of them to the next older one, with a message that says what was wrong. The proof: every chunk's crc32c, and where the manifest has
+digests, the layout-free digest of what is now live, summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ftrain.checkpoint.arena import ArenaSlot
+from ftrain.checkpoint.copy import TORCH_DTYPES
+from ftrain.checkpoint.memory import ArenaStore, newest_snapshot, snapshot_manifest
+from ftrain.parallel.arrays import StatePiece
+from storage.digest import digest_box
+from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
+from storage.manifest import Manifest
+from storage.pack import ArraySpec
+from storage.run import Checkpoint, RunStore, Want
+
+
+class Restorable(Protocol):
+    """What a restore needs of an engine."""
+
+    def pieces(self) -> Sequence[StatePiece]: ...
+
+    def array_specs(self) -> Sequence[ArraySpec]: ...
+
+    def after_load(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a restore did. `source` is memory, storage or init (nothing was there to load)."""
+
+    source: str
+    step: int
+    progress: dict[str, Any] = field(default_factory=dict)
+    proof: str = ""
+    passed_over: tuple[tuple[int, str], ...] = ()
+
+
+def everywhere(ok: bool) -> bool:
+    """Whether `ok` holds on all ranks. A collective, if there is more than one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ok
+    votes = torch.tensor([0 if ok else 1], dtype=torch.int64)
+    dist.all_reduce(votes)
+    return int(votes.item()) == 0
+
+
+def restore(
+    engine: Restorable,
+    *,
+    slots: Mapping[str, ArenaSlot],
+    run: RunStore | None,
+    storage_step: int | None,
+    rank: int,
+    world: int,
+) -> Restored:
+    """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
+
+    `storage_step`: the newest committed step, as the coordinator saw it; memory is preferred if it is as new. Returns source "init"
+    if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them loads.
+    """
+    passed_over: list[tuple[int, str]] = []
+    snapshot = newest_snapshot(slots)
+    if snapshot is not None and snapshot.step >= (storage_step if storage_step is not None else 0):
+        for name in snapshot.slots[rank::world]:
+            slots[name].seal()
+        everywhere(True)  # nobody reads before all slots are sealed
+        problem = _attempt(lambda: _load(engine, Checkpoint(ArenaStore(slots), snapshot_manifest(snapshot, slots), prefix="")))
+        if everywhere(problem is None):
+            progress = slots[snapshot.slots[0]].progress()
+            return Restored(source="memory", step=snapshot.step, progress=progress, proof="crc32c of every chunk")
+        passed_over.append((snapshot.step, f"memory tier: {problem or 'damaged on another rank'}"))
+    if run is None or storage_step is None:
+        return Restored(source="init", step=0, passed_over=tuple(passed_over))
+    return _from_storage(engine, run, storage_step, passed_over)
+
+
+def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: list[tuple[int, str]]) -> Restored:
+    steps = sorted({info.step for info in run.checkpoints() if info.state == "valid" and info.step <= newest}, reverse=True)
+    for step in steps:
+        manifest: list[Manifest] = []
+
+        def load(step: int = step, manifest: list[Manifest] = manifest) -> None:
+            checkpoint = run.open(step)
+            manifest.append(checkpoint.manifest)
+            _load(engine, checkpoint)
+
+        problem = _attempt(load)
+        if everywhere(problem is None):
+            problem = _prove(engine, manifest[0])
+            if problem is None:
+                return Restored(
+                    source="storage",
+                    step=step,
+                    progress=manifest[0].progress,
+                    proof=f"digests of {len(manifest[0].digests)} arrays",
+                    passed_over=tuple(passed_over),
+                )
+        passed_over.append((step, problem or "damaged on another rank"))
+    listed = "; ".join(f"step {step}: {reason}" for step, reason in passed_over) or "none is valid"
+    raise NoCheckpoint(f"no checkpoint of this run can be loaded: {listed}. `ftrain ckpt verify` says more about each.")
+
+
+def _attempt(action: Callable[[], None]) -> str | None:
+    """Run `action`; what is wrong with the candidate, or None. Trouble with the store itself is not the candidate's fault: raised."""
+    try:
+        action()
+    except (Damaged, FormatError, CoverageError, ObjectMissing, NoCheckpoint) as error:
+        return str(error)
+    return None
+
+
+def _load(engine: Restorable, checkpoint: Checkpoint) -> None:
+    """Fill the engine's pieces. Weights are not read: they are the rounded masters, by the format's invariant."""
+    _check_shapes(engine.array_specs(), checkpoint.manifest)
+    wants = [
+        Want(piece.array, piece.box, _view(piece.tensor.reshape(piece.box.shape)))
+        for piece in engine.pieces()
+        if not piece.array.startswith("weights/")
+    ]
+    checkpoint.load(wants)
+
+
+def _check_shapes(specs: Sequence[ArraySpec], manifest: Manifest) -> None:
+    stored = {spec.name: spec for spec in manifest.arrays}
+    problems = [f"{spec.name} is missing" for spec in specs if spec.name not in stored]
+    problems += [f"{name} is extra" for name in sorted(set(stored) - {spec.name for spec in specs})]
+    problems += [
+        f"{spec.name} is {stored[spec.name].dtype} {tuple(stored[spec.name].shape)}, wanted {spec.dtype} {tuple(spec.shape)}"
+        for spec in specs
+        if spec.name in stored
+        and (tuple(stored[spec.name].shape), stored[spec.name].dtype) != (tuple(spec.shape), spec.dtype)
+    ]
+    if problems:
+        raise CoverageError("the checkpoint is of another model: " + "; ".join(problems), problems=tuple(problems))
+
+
+def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory as numpy; bfloat16 as its bits."""
+    tensor = tensor.detach()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def live_digests(engine: Restorable) -> dict[str, int]:
+    """The layout-free digest of every array as it is live now, summed over all ranks (a collective)."""
+    specs = list(engine.array_specs())
+    index = {spec.name: i for i, spec in enumerate(specs)}
+    totals = [0] * len(specs)
+    for piece in engine.pieces():
+        spec = specs[index[piece.array]]
+        stored = piece.tensor.detach().to(TORCH_DTYPES[piece.dtype]).reshape(piece.box.shape)
+        bits = _view(stored)
+        bits = bits.view(np.dtype(f"u{bits.dtype.itemsize}"))
+        totals[index[piece.array]] = (totals[index[piece.array]] + digest_box(bits, tuple(spec.shape), piece.box)) % 2**64
+    summed = torch.from_numpy(np.array(totals, dtype=np.uint64).view(np.int64))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(summed)
+    return {spec.name: int(value) for spec, value in zip(specs, summed.numpy().view(np.uint64), strict=True)}
+
+
+def _prove(engine: Restorable, manifest: Manifest) -> str | None:
+    """What differs between the live state and the manifest's digests; the same answer on every rank."""
+    live = live_digests(engine)
+    wrong = [name for name, digest in live.items() if name in manifest.digests and int(manifest.digests[name], 16) != digest]
+    return f"the loaded state is not the saved one: digests differ for {', '.join(sorted(wrong)[:5])}" if wrong else None
+
+
+

@@ -1,0 +1,109 @@
+"""The worker's half of a save: choose a slot, copy, publish. Everything after that is the keeper's.
+
+Which slot may be overwritten follows from one fact: a rank fills a slot for step s' only after a collective of a later step than s, and
+every rank completes its copy of s before it enters that collective. So the newest complete slot is complete on every rank, and each
+slot but that one may be filled again, unless storage is still owed its contents.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
+from ftrain.checkpoint.copy import CopyPair, copy_pairs, run_copy
+from ftrain.parallel.arrays import StatePiece
+from storage.pack import PackLayout
+
+POLL_S = 0.005
+
+
+def free_slot(headers: Sequence[SlotHeader]) -> int | None:
+    """The slot to fill next: not the newest complete one, not one that storage is owed; of the rest the oldest."""
+    complete = [header.step for header in headers if header.state is SlotState.COMPLETE]
+    newest = max(complete, default=-1)
+    candidates = [
+        (header.step if header.state is SlotState.COMPLETE else -1, index)
+        for index, header in enumerate(headers)
+        if header.state is not SlotState.COMPLETE or (header.step != newest and header.upload is Upload.NONE)
+    ]
+    return min(candidates)[1] if candidates else None
+
+
+def is_uploading(headers: Sequence[SlotHeader]) -> bool:
+    """Whether storage is still owed one of these slots."""
+    return any(header.state is SlotState.COMPLETE and header.upload is Upload.WANTED for header in headers)
+
+
+class Saver:
+    """Copies this rank's pieces of state into its arena slots. Used by one thread."""
+
+    def __init__(
+        self,
+        slots: Sequence[tuple[str, ArenaSlot]],
+        layout: PackLayout,
+        *,
+        identity: tuple[int, int, int, int],
+        announce: Callable[[str], None],
+        reached: Callable[[str, int], None] = lambda point, step: None,
+    ) -> None:
+        """`identity`: (epoch, attempt, rank, world). `announce` tells the keeper a slot's name. `reached` is told named points."""
+        self._slots = slots
+        self._layout = layout
+        self._epoch, self._attempt, self._rank, self._world = identity
+        self._announce = announce
+        self._reached = reached
+        self._payloads = [slot.prepare(layout) for _, slot in slots]
+        self._pairs: list[list[CopyPair] | None] = [None] * len(slots)
+
+    def forget_after(self, step: int) -> None:
+        """Drop snapshots newer than the step this run goes on from: they were not complete on every rank, or were rolled back."""
+        for _, slot in self._slots:
+            if slot.header().step > step:
+                slot.forget()
+
+    def headers(self) -> list[SlotHeader]:
+        """The headers of this rank's slots now."""
+        return [slot.header() for _, slot in self._slots]
+
+    def has_free_slot(self) -> bool:
+        """Whether a snapshot could start at once."""
+        return free_slot(self.headers()) is not None
+
+    def is_uploading(self) -> bool:
+        """Whether an earlier snapshot of this rank is still on its way to storage."""
+        return is_uploading(self.headers())
+
+    def wait_until_free(self, *, upload: bool, beat: Callable[[], None] = lambda: None) -> float:
+        """Block until a snapshot may start; returns the seconds waited. A slow store is not a hang: `beat` is called meanwhile."""
+        begin = time.monotonic()
+        while not self.has_free_slot() or (upload and self.is_uploading()):
+            beat()
+            time.sleep(POLL_S)
+        return time.monotonic() - begin
+
+    def save(self, pieces: Sequence[StatePiece], *, step: int, upload: bool, progress: dict[str, Any]) -> float:
+        """Copy `pieces` into a free slot and publish it. Returns the seconds of the copy: the training loop's only stall.
+
+        Every rank calls this after the same step, outside any collective. Raises RuntimeError if no slot is free.
+        """
+        index = free_slot(self.headers())
+        if index is None:
+            raise RuntimeError(f"no arena slot is free at step {step}: wait_until_free was not called")
+        name, slot = self._slots[index]
+        begin = time.perf_counter()
+        slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world)
+        pairs = self._pairs[index]
+        if pairs is None:
+            pairs = self._pairs[index] = copy_pairs(self._payloads[index], self._layout, pieces)
+        half = len(pairs) // 2
+        run_copy(pairs[:half])
+        self._reached("copy", step)
+        run_copy(pairs[half:])
+        slot.complete(msgspec.json.encode(progress), upload=upload)
+        seconds = time.perf_counter() - begin
+        self._announce(name)
+        return seconds

@@ -1,0 +1,199 @@
+"""`ftrain ckpt`: look at the checkpoints of a run, read every byte of them, compare two.
+
+    ftrain ckpt verify runs/demo
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftrain.cli import render
+from ftrain.cli.problems import told
+from ftrain.cli.run import split_step
+from ftrain.units import format_bytes
+from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from storage.run import Checkpoint, RunStore
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+
+
+@click.group()
+def ckpt() -> None:
+    """Checkpoints: list, show, verify, compare. URL is a run's folder or URL; URL@STEP one checkpoint of it.
+
+    \b
+    Example:
+      ftrain ckpt ls runs/demo
+    """
+
+
+@contextmanager
+def opened(url: str) -> Iterator[RunStore]:
+    """The run's store."""
+    from ftrain.compose.paths import absolute_url
+    from storage.objects import open_store
+    from storage.run import RunStore
+
+    with told():
+        store = open_store(absolute_url(url))
+        try:
+            yield RunStore(store)
+        finally:
+            store.close()
+
+
+@ckpt.command()
+@click.argument("url")
+@json_option
+def ls(url: str, as_json: bool) -> None:
+    """List the checkpoints of a run, and why one does not count.
+
+    \b
+    Example:
+      ftrain ckpt ls runs/demo
+    """
+    import msgspec
+
+    with opened(url) as run:
+        found = run.checkpoints()
+    if as_json:
+        render.json(msgspec.to_builtins(found))
+        return
+    render.table(
+        ("step", "state", "epoch", "attempt", "size", "written", "eval loss", "reason"),
+        [
+            (
+                info.step,
+                info.state,
+                info.epoch,
+                info.attempt,
+                format_bytes(info.nbytes),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_s)),
+                "" if info.metric is None else f"{info.metric:.4f}",
+                info.reason,
+            )
+            for info in found
+        ],
+    )
+
+
+@ckpt.command()
+@click.argument("url")
+@json_option
+def show(url: str, as_json: bool) -> None:
+    """Show one checkpoint: arrays, sizes, progress, who wrote it.
+
+    \b
+    Example:
+      ftrain ckpt show runs/demo@100
+    """
+    base, step = split_step(url)
+    with opened(base) as run:
+        facts = describe(run.open(step))
+    if as_json:
+        render.json(facts)
+        return
+    for key in ("step", "epoch", "attempt", "layout", "parameters", "nbytes", "bytes_per_parameter", "packs"):
+        render.data(f"{key:20} {facts[key]}")
+    render.table(("array", "dtype", "shape", "tile", "digest"), [tuple(row.values()) for row in facts["arrays"]])
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything `show` says, as plain data."""
+    import math
+
+    manifest = checkpoint.manifest
+    parameters = sum(math.prod(spec.shape) for spec in manifest.arrays if spec.name.startswith("weights/"))
+    nbytes = sum(pack.nbytes for pack in manifest.packs)
+    return {
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "attempt": manifest.attempt,
+        "layout": manifest.progress.get("layout", ""),
+        "parameters": parameters,
+        "nbytes": nbytes,
+        "bytes_per_parameter": nbytes / parameters if parameters else None,
+        "packs": len(manifest.packs),
+        "progress": manifest.progress,
+        "arrays": [
+            {
+                "name": spec.name,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "tile": list(spec.tile),
+                "digest": manifest.digests.get(spec.name, ""),
+            }
+            for spec in manifest.arrays
+        ],
+    }
+
+
+@ckpt.command()
+@click.argument("url")
+@click.option("--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the chunks to read.")
+@json_option
+def verify(url: str, sample: float, as_json: bool) -> None:
+    """Read every chunk, check every checksum, recompute every digest. Exit code 4 if anything is wrong.
+
+    Without @STEP all checkpoints of the run are verified.
+
+    \b
+    Example:
+      ftrain ckpt verify runs/demo@100
+    """
+    import msgspec
+
+    from storage.errors import StorageError
+
+    base, step = split_step(url)
+    reports: dict[int, Any] = {}
+    with opened(base) as run:
+        steps = [step] if step is not None else [info.step for info in run.checkpoints() if info.state in ("valid", "damaged")]
+        for each in steps:
+            try:
+                reports[each] = msgspec.to_builtins(run.open(each).verify(sample=sample))
+            except StorageError as error:
+                reports[each] = {"ok": False, "problems": [f"{type(error).__name__}: {error}"]}
+    if as_json:
+        render.json({str(each): facts for each, facts in reports.items()})
+    else:
+        for each, facts in reports.items():
+            render.data(f"step {each}: " + ("ok" if facts["ok"] else "; ".join(map(str, facts["problems"]))))
+    if not reports:
+        render.fail(f"{base}: no checkpoint is there", ExitCode.DAMAGED)
+    if not all(facts["ok"] for facts in reports.values()):
+        render.fail("damage was found: a resume passes such a checkpoint over", ExitCode.DAMAGED)
+
+
+@ckpt.command()
+@click.argument("a")
+@click.argument("b")
+@json_option
+def diff(a: str, b: str, as_json: bool) -> None:
+    """Compare two checkpoints: which arrays differ, and by how much. Exit code 1 if any does.
+
+    \b
+    Example:
+      ftrain ckpt diff runs/demo@150 runs/demo-unbroken@150
+    """
+    import msgspec
+
+    from storage.diff import diff as compare
+
+    (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
+    with opened(url_a) as run_a, opened(url_b) as run_b:
+        rows = [msgspec.to_builtins(row) for row in compare(run_a.open(step_a), run_b.open(step_b))]
+    if as_json:
+        render.json(rows)
+    elif not rows:
+        render.data("equal: every array has the same digest")
+    else:
+        render.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    raise SystemExit(1 if rows else 0)

@@ -1,0 +1,77 @@
+"""`ftrain`: the command line. Commands are imported when they are called, so `ftrain --help` and `ftrain report` never pay for torch.
+
+Every entry runs with Python's safe path (`-P`): a folder named `storage/` where the user happens to stand must not shadow ours. An
+entry that was started without it executes itself again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+COMMANDS: Mapping[str, str] = {
+    "run": "ftrain.cli.run:run",
+    "status": "ftrain.cli.live:status",
+    "save": "ftrain.cli.live:save",
+    "stop": "ftrain.cli.live:stop",
+    "report": "ftrain.cli.report:report",
+    "ckpt": "ftrain.cli.ckpt:ckpt",
+    "sample": "ftrain.cli.sample:sample",
+    "data": "ftrain.cli.data:data",
+    "plan": "ftrain.cli.plan:plan",
+    "classify": "ftrain.cli.classify:classify",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules that are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands, in the order a newcomer meets them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with a suggestion for a command that does not exist."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else f" Commands: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"there is no command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ftrain-runtime", prog_name="ftrain")
+def cli() -> None:
+    """Training that does not care what breaks.
+
+    \b
+    Example:
+      ftrain run configs/demo.toml
+    """
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point of the console script and of `python -m ftrain.cli.entry`."""
+    if not sys.flags.safe_path:
+        arguments = sys.argv[1:] if argv is None else argv
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "ftrain.cli.entry", *arguments])
+    return cli(args=argv, prog_name="ftrain")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a person sees of a live run: one panel on a terminal, plain lines elsewhere. Fed from the ledger, so it can be wrong about nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ftrain.cli import render
+from ftrain.compose.ledgers import LedgerTail
+from ftrain.units import format_bytes, format_count, format_seconds
+from recovery import events
+from recovery.events import Event, steps_of
+from recovery.state import RunState, apply
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+LINE_EVERY_S = 5.0
+
+
+class LiveView:
+    """Call `tick` a few times a second, `close` at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the run's local folder; only what happens from now on is shown."""
+        self._tail = LedgerTail(folder / "ledger")
+        self._state = RunState()
+        self._speed = Speed()
+        self._steps = int(msgspec.json.decode((folder / "config.json").read_bytes())["run"]["steps"])
+        self._last_line_t = 0.0
+        self._checkpoint = "none yet"
+        self._live: Live | None = None
+        if render.is_terminal():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for event in self._tail.new():
+            self._state = apply(self._state, event)
+            self._speed.add(event)
+            if isinstance(event, events.CheckpointCommitted):
+                self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_seconds(event.seconds)})"
+            line = self._step_line(event) or sentence(event)
+            if line:
+                self._print(line)
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+
+    def close(self) -> None:
+        """Show the rest and give the terminal back."""
+        self.tick()
+        if self._live is not None:
+            self._live.stop()
+
+    def _print(self, line: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False)
+        else:
+            render.note(line)
+
+    def _step_line(self, event: Event) -> str:
+        """A line for the newest step, now and then; on a terminal the panel shows it."""
+        records = list(steps_of(event))
+        if not records or self._live is not None:
+            return ""
+        last = records[-1]
+        if last.step < self._steps and last.t_end - self._last_line_t < LINE_EVERY_S:
+            return ""
+        self._last_line_t = last.t_end
+        loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
+        return f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}  ETA {self._eta()}"
+
+    def _eta(self) -> str:
+        seconds = self._speed.step_s
+        return format_seconds(seconds * (self._steps - self._state.step)) if seconds else "unknown"
+
+    def _panel(self) -> object:
+        from rich.panel import Panel
+        from rich.table import Table
+
+        state, rows = self._state, Table.grid(padding=(0, 2))
+        loss = "" if state.loss is None else f"loss {state.loss:.4f}"
+        decision = state.last_decision
+        rows.add_row("layout", f"{state.layout}, attempt {state.attempt} ({state.phase})")
+        rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}  ETA {self._eta()}")
+        rows.add_row("checkpoint", f"storage: {self._checkpoint}; memory: step {state.snapshot_step}")
+        rows.add_row("decision", f"{decision.action}: {decision.reason}" if decision else "none needed so far")
+        return Panel(rows, title=f"run {state.run_id}", expand=False)
+
+
+class Speed:
+    """Seconds and tokens of recent steps, smoothed."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._tokens = 0
+
+    def add(self, event: Event) -> None:
+        """Take in the steps an event reports."""
+        for record in steps_of(event):
+            seconds = record.t_end - record.t_begin
+            self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
+            self._tokens = record.tokens
+
+    def text(self) -> str:
+        """As shown."""
+        return f"{format_count(self._tokens / self.step_s)} tokens/s" if self.step_s else ""
+
+
+def sentence(event: Event) -> str:
+    """What an event means to a person, or nothing."""
+    match event:
+        case events.AttemptStarted():
+            return f"attempt {event.attempt}: {event.ranks} ranks ({event.layout}), state from {event.source}"
+        case events.Ready():
+            return f"attempt {event.attempt}: all ranks hold the state of step {event.step}"
+        case events.CheckpointCommitted():
+            return f"checkpoint of step {event.step} committed ({format_bytes(event.nbytes)})"
+        case events.CheckpointFailed():
+            return f"checkpoint of step {event.step} failed: {event.reason}"
+        case events.CheckpointPassedOver():
+            return f"checkpoint of step {event.step} passed over: {event.reason}"
+        case events.Evaluated(loss=loss) if loss is not None:
+            return f"step {event.step}: held-out loss {loss:.4f}"
+        case events.ConfigChanged():
+            return "config changed: " + "; ".join(f"{c['path']}: {c['old']!r} -> {c['new']!r}" for c in event.changes)
+    return _trouble(event)
+
+
+def _trouble(event: Event) -> str:
+    match event:
+        case events.ProcessDied(ours=False) if event.status != 0:
+            who = event.kind if event.rank is None else f"{event.kind} of rank {event.rank}"
+            return f"{who} (pid {event.pid}) died with status {event.status}"
+        case events.Suspected():
+            return f"no progress: {event.reason}"
+        case events.InterruptionClassified():
+            return f"interruption: {event.verdict.class_}: {event.verdict.reason}"
+        case events.Decided():
+            return f"decision: {event.action}: {event.reason}"
+        case events.StopRequested():
+            return f"stop requested by {event.by}: finishing the step, saving"
+        case events.RunEnded():
+            return f"run {event.outcome} at step {event.step}" + (f": {event.reason}" if event.reason else "")
+    return ""

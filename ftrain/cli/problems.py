@@ -1,0 +1,33 @@
+"""From an exception to a sentence and an exit code: the same for every command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ftrain.cli import render
+from ftrain.load import ConfigProblems
+from recovery.codes import ExitCode
+from recovery.memory import MemoryLimitError
+from recovery.owner import HeldError
+from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, StorageError
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn the errors a user can do something about into a message and an exit code; bugs keep their traceback."""
+    from ftrain.compose.errors import Refused
+    from ftrain.data.errors import DataError
+
+    try:
+        yield
+    except ConfigProblems as error:
+        render.fail(str(error), ExitCode.CONFIG)
+    except (Refused, MemoryLimitError, DataError) as error:
+        render.fail(str(error), ExitCode.CONFIG)
+    except HeldError as error:
+        render.fail(str(error), ExitCode.HELD)
+    except (Damaged, FormatError, CoverageError, NoCheckpoint) as error:
+        render.fail(str(error), ExitCode.DAMAGED)
+    except StorageError as error:
+        render.fail(str(error), ExitCode.STORAGE)

@@ -1,0 +1,96 @@
+"""`ftrain run`: start a run, or go on with it.
+
+    ftrain run configs/demo.toml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ftrain.cli import render
+from ftrain.cli.problems import told
+from recovery.codes import ExitCode
+
+
+@click.command()
+@click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
+@click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
+@click.option("--dry-run", is_flag=True, help="Print the resolved config, its fingerprint and the layout; start nothing.")
+@click.option("--from", "origin", metavar="URL@STEP", help="Begin a new run with the state of another run's checkpoint.")
+@click.option("--accept-change", is_flag=True, help="Go on although the config now trains something else.")
+@click.option("--take-over", is_flag=True, help="Take the run from an owner on another host that is gone for good.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print as JSON.")
+def run(
+    config_path: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    origin: str | None,
+    accept_change: bool,
+    take_over: bool,
+    as_json: bool,
+) -> None:
+    """Start the run that CONFIG describes, or go on with it if it exists.
+
+    Ctrl-C finishes the step, saves, and leaves with code 75; the same command goes on.
+
+    \b
+    Examples:
+      ftrain run configs/demo.toml
+      ftrain run configs/demo.toml --set parallel.ranks=4 --dry-run
+    """
+    from ftrain.load import load
+
+    with told():
+        config = load(config_path, overrides)
+        if dry_run:
+            show_plan(config, as_json=as_json)
+            return
+        from ftrain.compose.launch import prepare
+
+        folder = prepare(
+            config, accept_change=accept_change, origin=split_step(origin) if origin else None, take_over=take_over
+        )
+    sys.exit(run_supervised(folder))
+
+
+def show_plan(config: object, *, as_json: bool) -> None:
+    """What `--dry-run` prints."""
+    from ftrain.config import Config
+    from ftrain.load import fingerprint, layout_summary, to_toml
+
+    assert isinstance(config, Config)
+    if as_json:
+        import msgspec
+
+        render.json({"fingerprint": fingerprint(config), "config": msgspec.to_builtins(config), "layout": layout_summary(config)})
+        return
+    render.data(to_toml(config))
+    render.data(f"# fingerprint {fingerprint(config)}")
+    render.data("\n".join(f"# {line}" for line in layout_summary(config).splitlines()))
+
+
+def run_supervised(folder: Path) -> int:
+    """Keep a coordinator alive until the run ends, and show the run meanwhile."""
+    from ftrain.cli.live_view import LiveView
+    from ftrain.compose.launch import coordinator_argv
+    from recovery.launch import supervise
+
+    view = LiveView(folder)
+    try:
+        code = supervise(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=view.tick)
+    finally:
+        view.close()
+    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+        render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
+    return code
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """`URL@STEP` or `URL` into its parts."""
+    url, at, step = text.rpartition("@")
+    if at and step.isdigit():
+        return url, int(step)
+    return text, None

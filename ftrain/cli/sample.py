@@ -1,0 +1,37 @@
+"""`ftrain sample`: a few tokens from a checkpoint, to see that it is a language model.
+
+    ftrain sample runs/demo@150 --prompt "def "
+"""
+
+from __future__ import annotations
+
+import click
+
+from ftrain.cli import render
+from ftrain.cli.problems import told
+from ftrain.cli.run import split_step
+
+
+@click.command()
+@click.argument("url", metavar="URL[@STEP]")
+@click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1, 4096), default=100, show_default=True, help="How many tokens to add.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0: always the likeliest token.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def sample(url: str, prompt: str, tokens: int, temperature: float, seed: int, as_json: bool) -> None:
+    """Continue a prompt with the weights of a checkpoint (the newest of URL, unless @STEP says which).
+
+    \b
+    Example:
+      ftrain sample runs/demo --prompt "def "
+    """
+    from ftrain.compose.sampling import sample_text
+
+    base, step = split_step(url)
+    with told():
+        text = sample_text(base, step=step, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed)
+    if as_json:
+        render.json({"prompt": prompt, "text": text})
+    else:
+        render.data(text)

@@ -1,0 +1,49 @@
+"""What the coordinator tells a worker and the keeper at their start, as plain records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of ftrain.compose.worker:main."""
+
+    config: dict[str, Any]
+    url: str
+    local_dir: str
+    storage_step: int | None  # newest committed step, or None
+    own_slots: list[str]  # this rank's arena slots
+    source_slots: list[str]  # all slots a snapshot may be restored from
+    layout: str
+    port: int = 0  # added by the agent
+
+
+class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The keeper's file of arguments."""
+
+    url: str
+    local_dir: str
+    upload_mib_s: float
+    faults: list[dict[str, Any]]
+
+
+class Memo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a coordinator that re-adopts workers must know about them."""
+
+    generation: int
+    world: int
+    storage_step: int | None
+    layout: str
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the newest `ftrain run` wants, as the coordinator reads it at each of its starts."""
+
+    config: dict[str, Any]
+    fingerprint: str
+    changes: list[dict[str, Any]]
+    origin_url: str = ""  # --from: the state of another run's checkpoint is the first state of this one
+    origin_step: int = 0
+    take_over: bool = False

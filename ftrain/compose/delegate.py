@@ -1,0 +1,316 @@
+"""The supervised side of a run: plans attempts, gathers packs into commits, and knows when the run is done.
+
+Lives in the coordinator's process, so it imports no torch: layouts are computed by the pure half of `ftrain.parallel`, and everything
+that touches storage after the start is a job of the committer's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ftrain.checkpoint.arena import slot_name
+from ftrain.checkpoint.messages import (
+    Final,
+    PackFailed,
+    PackStored,
+    Ready,
+    Resend,
+    SaveSkipped,
+    Settled,
+    SnapshotTaken,
+    StepDone,
+    decode_keeper,
+    decode_worker,
+    encode,
+)
+from ftrain.compose.args import Memo, WorkerArgs
+from ftrain.compose.committer import Committer, Job
+from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
+from ftrain.compose.metrics import MetricsFile
+from ftrain.config import Config
+from recovery import events
+from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
+from recovery.events import Event
+from storage.retention import Policy
+from storage.run import RunStore
+
+Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
+
+
+class RunDelegate(Delegate):
+    """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
+
+    def __init__(
+        self, config: Config, run: RunStore, *, url: str, local: str, policies: Sequence[Policy], owner: dict[str, Any]
+    ) -> None:
+        self._config, self._run, self._url, self._local, self._owner = config, run, url, local, owner
+        self._policies = policies
+        self._metrics = MetricsFile(local)
+        self._links: Links | None = None
+        self._committer: Committer | None = None
+        self._epoch = 0
+        self._generation = 0
+        self._layout = layout_text(config)
+        self._committed: int | None = None
+        self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
+        self._begun: dict[Group, float] = {}
+        self._taken: dict[Group, set[int]] = defaultdict(set)
+        self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
+        self._memory_step: int | None = None
+        self._final: Final | None = None
+        self._last_step: StepDone | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch taken by `begin`."""
+        return self._epoch
+
+    @property
+    def links(self) -> Links:
+        """What may be done to the run."""
+        assert self._links is not None, "begin comes first"
+        return self._links
+
+    def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
+        """Take the epoch that starts from the newest commit."""
+        self._links = links
+        self._committed = newest_step(self._run)
+        self._epoch = self._run.take_epoch(owner=self._owner, starts_from=self._committed)
+        self._committer = Committer(
+            self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake
+        )
+        return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=self._committed)]
+
+    def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
+        """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the workers'."""
+        self._forget_unfinished(attempt)
+        if previous is not None and not previous.agent_survived:
+            self._memory_step = None
+        world, slots = self._config.parallel.ranks, self._config.checkpoint.slots
+        sizes = rank_slot_nbytes(self._config)
+        memfds = {
+            slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)
+        }
+        in_memory = self._memory_step is not None and self._memory_step >= (self._committed or 0)
+        restored = self._memory_step if in_memory else self._committed
+        return AttemptPlan(
+            layout=self._layout,
+            workers=tuple(self._worker(rank, list(memfds)) for rank in range(world)),
+            source="memory" if in_memory else "init" if restored is None else "storage",
+            restored_step=restored or 0,
+            memfds=memfds,
+            rendezvous=world > 1,
+            memo=msgspec.msgpack.encode(
+                Memo(generation=self._generation, world=world, storage_step=self._committed, layout=self._layout)
+            ),
+        )
+
+    def _worker(self, rank: int, slots: list[str]) -> WorkerSpec:
+        args = WorkerArgs(
+            config=msgspec.to_builtins(self._config),
+            url=self._url,
+            local_dir=self._local,
+            storage_step=self._committed,
+            own_slots=[name for name in slots if f"-r{rank:05d}-" in name],
+            source_slots=slots,
+            layout=self._layout,
+        )
+        return WorkerSpec(
+            rank=rank,
+            entry="ftrain.compose.worker:main",
+            args=msgspec.to_builtins(args),
+            memfds=tuple(slots),
+            env={"GLOO_SOCKET_IFNAME": self._config.machine.interface, "OMP_NUM_THREADS": str(self._config.machine.threads)},
+        )
+
+    # -- what workers say ------------------------------------------------------------------------------------------------
+
+    def on_worker(self, rank: int, attempt: int, payload: bytes) -> Sequence[Event]:
+        """One report of a worker."""
+        message = decode_worker(payload)
+        if isinstance(message, StepDone):
+            return self._on_step(message, attempt)
+        if isinstance(message, SnapshotTaken):
+            return self._on_snapshot(message, attempt)
+        if isinstance(message, Ready):
+            return self._on_ready(message, attempt)
+        if isinstance(message, SaveSkipped):
+            return self._on_skipped(message, attempt)
+        self._final = message
+        return []
+
+    def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
+        self._last_step = done
+        self._metrics.append(done, attempt=attempt, layout=self._layout)
+        found: list[Event] = [
+            events.StepFinished(
+                t=done.t_end,
+                attempt=attempt,
+                step=done.step,
+                t_begin=done.t_begin,
+                t_end=done.t_end,
+                blocked_s=done.blocked_s,
+                evaluate_s=done.evaluate_s,
+                loss=finite(done.loss),
+                grad_norm=finite(done.grad_norm),
+                tokens=done.tokens,
+                lr=done.lr,
+                applied=done.applied,
+            )
+        ]
+        if done.eval_loss is not None and math.isfinite(done.eval_loss):
+            found.append(events.Evaluated(t=done.t_end, attempt=attempt, step=done.step, loss=done.eval_loss))
+        return found
+
+    def _on_snapshot(self, taken: SnapshotTaken, attempt: int) -> list[Event]:
+        group = (attempt, taken.step)
+        self._taken[group].add(taken.rank)
+        if taken.upload:
+            self._begun.setdefault(group, time.time())
+        if len(self._taken[group]) < self._config.parallel.ranks:
+            return []
+        del self._taken[group]
+        self._memory_step = taken.step
+        return [events.SnapshotCompleted(t=time.time(), attempt=attempt, step=taken.step)]
+
+    def _on_ready(self, ready: Ready, attempt: int) -> list[Event]:
+        found: list[Event] = [
+            events.CheckpointPassedOver(t=time.time(), attempt=attempt, step=step, reason=reason)
+            for step, reason in (ready.passed_over if ready.rank == 0 else [])
+        ]
+        self._ready[attempt][ready.rank] = ready
+        if len(self._ready[attempt]) == self._config.parallel.ranks:
+            found.append(events.Ready(t=time.time(), attempt=attempt, step=ready.step))
+        return found
+
+    def _on_skipped(self, skipped: SaveSkipped, attempt: int) -> list[Event]:
+        if skipped.failed:
+            self._after_failure()
+        return [events.CheckpointFailed(t=time.time(), attempt=attempt, step=skipped.step, reason=skipped.reason)]
+
+    # -- what the keeper says, and what becomes of it ----------------------------------------------------------------------
+
+    def on_keeper(self, payload: bytes) -> Sequence[Event]:
+        """One rank's pack is in storage, or could not be put there. May be said twice."""
+        message = decode_keeper(payload)
+        group = (message.attempt, message.step)
+        if self._committed is not None and message.step <= self._committed:
+            self._settle(Settled(attempt=message.attempt, step=message.step))
+            return []
+        if isinstance(message, PackFailed):
+            return self._on_failed(message)
+        self._parts[group][message.rank] = message
+        if len(self._parts[group]) == message.world and self._committer is not None:
+            parts = self._parts.pop(group)
+            self._committer.submit(
+                Job(
+                    epoch=self._epoch,
+                    attempt=message.attempt,
+                    step=message.step,
+                    parts=tuple(parts[rank] for rank in sorted(parts)),
+                    begin=self._begun.pop(group, time.time()),
+                )
+            )
+        return []
+
+    def _on_failed(self, failed: PackFailed) -> list[Event]:
+        self._parts.pop((failed.attempt, failed.step), None)
+        self._settle(Settled(attempt=failed.attempt, step=failed.step))
+        self._after_failure()
+        reason = f"rank {failed.rank}: {failed.reason}"
+        return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
+
+    def _after_failure(self) -> None:
+        if self._config.checkpoint.if_failed == "stop":
+            self.links.request_stop("checkpoint.if_failed = 'stop'")
+
+    def _settle(self, settled: Settled) -> None:
+        self.links.to_keeper(encode(settled))
+
+    def _forget_unfinished(self, attempt: int) -> None:
+        """Snapshots that some rank did not live to take will never be whole."""
+        self._taken = defaultdict(set, {group: ranks for group, ranks in self._taken.items() if group[0] >= attempt})
+        self._final = None
+
+    def tick(self, now: float) -> Sequence[Event]:
+        """Hand over what the committer has done."""
+        found: list[Event] = []
+        for outcome in self._committer.results() if self._committer else []:
+            if outcome.committed:
+                self._committed = max(self._committed or 0, outcome.settled.step)
+            else:
+                self._after_failure()
+            self._settle(outcome.settled)
+            found += outcome.events
+        return found
+
+    # -- the rest of the seam ------------------------------------------------------------------------------------------------
+
+    def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
+        """Workers of an earlier coordinator go on: what they had stored and nobody committed is asked for again."""
+        known = msgspec.msgpack.decode(memo, type=Memo)
+        self._generation = known.generation
+        self.links.to_keeper(encode(Resend()))
+        return []
+
+    def on_agent_lost(self) -> Sequence[Event]:
+        """The memory tier is gone, and with it every pack that was not yet whole in storage."""
+        self._memory_step = None
+        self._parts.clear()
+        self._taken.clear()
+        return []
+
+    def finished(self) -> bool:
+        """The loop has ended, and its last state is committed."""
+        return (
+            self._final is not None
+            and self._final.outcome == "finished"
+            and self._committed is not None
+            and self._committed >= self._final.step
+        )
+
+    def drained(self) -> bool:
+        """Whether the final state is committed, or nothing is on its way any more."""
+        if self._committer is None or not self._committer.idle:
+            return False
+        return self._final is None or (self._committed is not None and self._committed >= self._final.step)
+
+    def status(self) -> dict[str, Any]:
+        """For `ftrain status`."""
+        last = self._last_step
+        return {
+            "epoch": self._epoch,
+            "layout": self._layout,
+            "committed_step": self._committed,
+            "memory_step": self._memory_step,
+            "steps": self._config.run.steps,
+            "step": last.step if last else None,
+            "loss": finite(last.loss) if last else None,
+            "lr": last.lr if last else None,
+            "step_s": last.t_end - last.t_begin if last else None,
+            "tokens_per_step": last.tokens if last else None,
+            "collect_error": self._committer.collect_error if self._committer else "",
+        }
+
+    def close(self) -> None:
+        """Finish what is queued for storage."""
+        if self._committer is not None:
+            self._committer.close()
+        self._metrics.close()
+
+
+def finite(value: float) -> float | None:
+    """The value, or None if JSON has no word for it."""
+    return value if math.isfinite(value) else None
+
+
+def newest_step(run: RunStore) -> int | None:
+    """Step of the newest valid commit."""
+    return max((info.step for info in run.checkpoints() if info.state == "valid"), default=None)
+

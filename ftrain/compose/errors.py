@@ -1,0 +1,11 @@
+"""Errors of composing a run."""
+
+from __future__ import annotations
+
+
+class Refused(ValueError):
+    """The run may not start like this; each line says why and what to do."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons

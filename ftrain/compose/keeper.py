@@ -1,0 +1,90 @@
+"""The keeper's process: frames from the agent in, the Keeper's work, payloads for the coordinator out. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftrain.checkpoint.keeper import Keeper
+from ftrain.checkpoint.messages import KeeperMessage, Settled, decode_request, decode_snapshot, encode
+from ftrain.compose.args import KeeperArgs
+from ftrain.config import Fault
+from ftrain.faults import Faults
+from recovery.messages import KeeperForget, KeeperMemfds, Payload, ToKeeperFromWorker, ToKeeperProcess
+from recovery.wire import Channel, Frame, channel
+from storage.objects import ObjectStore, open_store
+
+
+def main(argv: list[str]) -> int:
+    """`python -P -m ftrain.compose.keeper ARGS.json SOCKET_FD`: serve until the agent closes the socket."""
+    args = msgspec.json.decode(Path(argv[0]).read_bytes(), type=KeeperArgs)
+    link = channel(socket.socket(fileno=int(argv[1])), ToKeeperProcess)
+    outbox = Outbox(link)
+    faults = Faults([msgspec.convert(fault, Fault) for fault in args.faults], Path(args.local_dir) / "faults")
+
+    def open_run() -> ObjectStore:
+        return open_store(args.url)
+
+    keeper = Keeper(open_run, outbox.put, bytes_per_s=args.upload_mib_s * 2**20, reached=faults.reached)
+    while not link.closed:
+        for frame in outbox.wait():
+            handle(keeper, frame.message, frame.fds)
+    return 0
+
+
+def handle(keeper: Keeper, message: ToKeeperProcess, fds: tuple[int, ...]) -> None:
+    """One message of the agent."""
+    if isinstance(message, KeeperMemfds):
+        for name, fd in zip(message.memfds, fds, strict=True):
+            keeper.adopt(name, fd)
+            os.close(fd)
+    elif isinstance(message, KeeperForget):
+        for name in message.names:
+            keeper.drop(name)
+    elif isinstance(message, ToKeeperFromWorker):
+        keeper.snapshot_ready(decode_snapshot(message.payload).slot)
+    else:
+        request = decode_request(message.payload)
+        if isinstance(request, Settled):
+            keeper.settled(request)
+        else:
+            keeper.resend()
+
+
+class Outbox:
+    """Lets the keeper's threads send through a channel that only the main thread may touch."""
+
+    def __init__(self, link: Channel[Any]) -> None:
+        self._link = link
+        self._queue: queue.SimpleQueue[KeeperMessage] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+
+    def put(self, message: KeeperMessage) -> None:
+        """Queue a message; any thread."""
+        self._queue.put(message)
+        os.eventfd_write(self._wake, 1)
+
+    def wait(self) -> list[Frame[ToKeeperProcess]]:
+        """Send what is queued, wait until the agent says something or a thread has a message; return what the agent said."""
+        wants = select.POLLIN | (select.POLLOUT if self._link.wants_write else 0)
+        self._poll.register(self._link.fileno(), wants)
+        ready = {fd for fd, _ in self._poll.poll()}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        while not self._queue.empty():
+            self._link.send(Payload(payload=encode(self._queue.get())))
+        self._link.flush()
+        return self._link.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""From a config to a running coordinator: everything that can be checked before the first process is started, is.
+
+The coordinator is a process of its own that reads what is written here, so that it can be started again by anybody, at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftrain.checkpoint.layout import rank_slot_nbytes
+from ftrain.compose import resume
+from ftrain.compose.args import KeeperArgs, Launch
+from ftrain.compose.errors import Refused
+from ftrain.compose.paths import absolute_url, local_dir
+from ftrain.config import Config
+from ftrain.load import fingerprint, require_available
+from recovery.launch import python
+from recovery.memory import check_fits, room
+from storage.objects import check_store, open_store
+from storage.run import RunStore
+
+
+def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | None] | None, take_over: bool) -> Path:
+    """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
+
+    Raises ConfigProblems, Refused, or a StorageError: in words, before anything has been started.
+    """
+    require_available(config)
+    config = with_absolute_url(config)
+    check_memory(config)
+    store = open_store(config.run.url)
+    try:
+        check_store(store)
+        found = resume.look(RunStore(store), config)
+    finally:
+        store.close()
+    reasons = found.refused(accept=accept_change)
+    if reasons:
+        raise Refused([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
+    source = resolve_origin(origin) if origin is not None and found.step is None else None
+    folder = local_dir(config)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    launch = Launch(
+        config=msgspec.to_builtins(config),
+        fingerprint=fingerprint(config),
+        changes=list(found.recorded()),
+        origin_url=source[0] if source else "",
+        origin_step=source[1] if source else 0,
+        take_over=take_over,
+    )
+    _write(folder / "launch.json", launch)
+    _write(folder / "config.json", launch.config)
+    keeper = KeeperArgs(
+        url=config.run.url,
+        local_dir=str(folder),
+        upload_mib_s=config.checkpoint.upload_mib_s,
+        faults=msgspec.to_builtins(config.faults),
+    )
+    _write(folder / "keeper.json", keeper)
+    return folder
+
+
+def coordinator_argv(folder: Path) -> list[str]:
+    """The command that runs (or takes up again) the coordinator of the run in `folder`."""
+    return python("ftrain.compose.coordinator", str(folder))
+
+
+def keeper_argv(folder: Path) -> list[str]:
+    """The command that runs the keeper; the agent adds the socket's descriptor."""
+    return python("ftrain.compose.keeper", str(folder / "keeper.json"))
+
+
+def with_absolute_url(config: Config) -> Config:
+    """The config with a URL that means the same in every process."""
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, url=absolute_url(config.run.url)))
+
+
+def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
+    """The checkpoint another run is to be continued from; raises NoCheckpoint if it is not there."""
+    url, step = absolute_url(origin[0]), origin[1]
+    store = open_store(url)
+    try:
+        return url, RunStore(store).open(step).step
+    finally:
+        store.close()
+
+
+def check_memory(config: Config) -> None:
+    """Arenas past the memory limit would be killed, not refused, by the kernel: refuse them first (MemoryLimitError)."""
+    check_fits(sum(rank_slot_nbytes(config)) * config.checkpoint.slots, room())
+
+
+def _write(path: Path, record: Any) -> None:
+    """Whole or not at all: a coordinator may be started at any moment."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    os.replace(temporary, path)

@@ -1,0 +1,41 @@
+"""Where a run keeps what must be on a local disk: sockets, logs, the ledger's open segment, the resolved config.
+
+    <local>/config.json        the resolved config of the newest `ftrain run`
+    <local>/ledger/            closed and open segments; closed ones are copied to <run url>/ledger/
+    <local>/logs/              per attempt and rank
+    <local>/metrics.jsonl      one line per step, for plots
+    <local>/faults/            markers of injected faults that have fired
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from ftrain.config import Config
+
+
+def is_local(url: str) -> bool:
+    """Whether the run lives in a folder of this machine."""
+    return "://" not in url or url.startswith("file://")
+
+
+def local_dir_of(url: str, override: str = "") -> Path:
+    """The local folder of the run at `url`; `override` is run.local_dir."""
+    if override:
+        return Path(override).expanduser().absolute()
+    if is_local(url):
+        return Path(url.removeprefix("file://")).expanduser().absolute() / "local"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "ftrain" / "runs" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def local_dir(config: Config) -> Path:
+    """The local folder of a configured run."""
+    return local_dir_of(config.run.url, config.run.local_dir)
+
+
+def absolute_url(url: str) -> str:
+    """A run's URL as every process must see it: local paths made absolute."""
+    return str(Path(url.removeprefix("file://")).expanduser().absolute()) if is_local(url) else url.rstrip("/")

@@ -1,0 +1,168 @@
+"""A worker's life: meet the others, build the engine, bring the state back, train, leave.
+
+The zygote imports this module before any fork, so torch and the engine are loaded once per node and a restart costs a fork.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ftrain.checkpoint.arena import ArenaSlot
+from ftrain.checkpoint.messages import Ready, SnapshotReady, encode
+from ftrain.checkpoint.restore import Restored, restore
+from ftrain.checkpoint.saver import Saver
+from ftrain.compose.args import WorkerArgs
+from ftrain.config import Config
+from ftrain.data.dataset import Dataset
+from ftrain.faults import Faults
+from ftrain.load import fingerprint
+from ftrain.parallel.mesh import Mesh
+from ftrain.parallel.shape import mesh_shape
+from ftrain.train.environment import mismatches, numeric_environment
+from ftrain.train.loop import Loop, Progress
+from ftrain.train.step import Engine
+from recovery.worker import WorkerContext
+from storage.objects import open_store
+from storage.pack import plan_pack
+from storage.run import RunStore
+
+
+class Asked:
+    """Requests to this worker: the control page, and a signal to itself."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+
+    @property
+    def stop(self) -> bool:
+        """Whether to leave after this step."""
+        return self._context.terminated or self._context.control.stop
+
+    @property
+    def save(self) -> int:
+        """How many saves have been asked for."""
+        return self._context.control.save
+
+
+def main(context: WorkerContext) -> None:
+    """Entry function of a rank."""
+    args = msgspec.convert(context.args, WorkerArgs)
+    config = msgspec.convert(args.config, Config)
+    torch.set_num_threads(config.machine.threads)
+    world = config.parallel.ranks
+    context.heartbeat.beat("rendezvous")
+    _join(context, args.port, world, config.recovery.collective_s)
+    device = torch.device("cpu")
+    faults = Faults(config.faults, Path(args.local_dir) / "faults", rank=context.rank)
+    slots = {name: ArenaSlot(context.fds[name], populate=name in args.own_slots) for name in context.fds}
+
+    context.heartbeat.beat("build")
+    mesh = Mesh(mesh_shape(config), context.rank)
+    engine = Engine(
+        config,
+        mesh=mesh,
+        device=device,
+        dataset=Dataset(config),
+        progress=lambda phase, microbatch: context.heartbeat.beat(phase, microbatch=microbatch),
+    )
+    context.heartbeat.beat("restore")
+    restored = _restore(engine, args, slots, rank=context.rank, world=world)
+    constant = {
+        "config": args.config,
+        "fingerprint": fingerprint(config),
+        "layout": args.layout,
+        "numeric_environment": numeric_environment(device, engine.compute_dtype),
+    }
+    progress = Progress.from_record(restored.progress, constant)
+    _warn(restored, constant)
+    saver = Saver(
+        [(name, slots[name]) for name in args.own_slots],
+        plan_pack({spec.name: spec for spec in engine.array_specs()}, [(piece.array, piece.box) for piece in engine.pieces()]),
+        identity=(context.epoch, context.attempt, context.rank, world),
+        announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
+        reached=faults.reached,
+    )
+    saver.forget_after(restored.step)
+    context.send(
+        encode(
+            Ready(
+                rank=context.rank,
+                step=restored.step,
+                source=restored.source,
+                passed_over=list(restored.passed_over),
+                proof=restored.proof,
+            )
+        )
+    )
+    faults.reached("restore", restored.step)
+    loop = Loop(
+        config=config,
+        engine=engine,
+        saver=saver,
+        asked=Asked(context),
+        report=lambda message: context.send(encode(message)),
+        beat=lambda phase, step: context.heartbeat.beat(phase, step=step),
+        reached=faults.reached,
+        rank=context.rank,
+        saves_handled=context.control.save,
+        stored_step=args.storage_step or 0,
+    )
+    final = loop.run(progress)
+    if context.rank == 0:
+        context.send(encode(final))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> None:
+    """Form the process group. The listener was bound by the agent, so no port can be lost in between."""
+    if world == 1:
+        return
+    timeout = timedelta(seconds=timeout_s)
+    listener = context.listener_fd
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    store = dist.PrefixStore(f"attempt-{context.attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=world, timeout=timeout)
+
+
+def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:
+    run = RunStore(open_store(args.url)) if args.storage_step is not None else None
+    restored = restore(
+        engine,
+        slots={name: slots[name] for name in args.source_slots},
+        run=run,
+        storage_step=args.storage_step,
+        rank=rank,
+        world=world,
+    )
+    if restored.source == "init":
+        engine.init_state()
+    else:
+        engine.after_load()
+    engine.set_step(restored.step)
+    return restored
+
+
+def _warn(restored: Restored, constant: dict[str, Any]) -> None:
+    """What a reader of the log should know about the state this attempt begins with."""
+    for step, reason in restored.passed_over:
+        sys.stderr.write(f"checkpoint of step {step} passed over: {reason}\n")
+    saved = restored.progress.get("numeric_environment", {})
+    for sentence in mismatches(saved, constant["numeric_environment"]):
+        sys.stderr.write(f"not bitwise from here on: {sentence}\n")

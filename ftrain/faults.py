@@ -1,0 +1,93 @@
+"""Injected faults: a named point, a step, a rank. For demonstrations, tests and drills; a run without `[[faults]]` pays one comparison.
+
+A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act ends. Points:
+
+- in a worker: `step` (between two steps), `copy` (in the middle of a snapshot), `restore` (after the state is back)
+- in the keeper: `upload` (in the middle of a pack)
+- in the coordinator: `before_manifest`, `after_manifest`, `before_commit`, `after_commit`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from ftrain.config import Fault
+from storage.objects import Bytes, ObjectStore
+from storage.wrapper import WrappingStore
+
+WORKER_POINTS = ("step", "copy", "restore")
+KEEPER_POINTS = ("upload",)
+COORDINATOR_POINTS = ("before_manifest", "after_manifest", "before_commit", "after_commit")
+POINTS = WORKER_POINTS + KEEPER_POINTS + COORDINATOR_POINTS
+
+
+class Faults:
+    """The faults of one process."""
+
+    def __init__(self, faults: Sequence[Fault], folder: Path, *, rank: int | None = None) -> None:
+        """`folder` holds the markers of what has fired; `rank` is None outside workers."""
+        self._folder = folder
+        self._armed = [
+            (number, fault)
+            for number, fault in enumerate(faults)
+            if rank is None or fault.rank == rank or fault.at not in WORKER_POINTS
+        ]
+
+    def reached(self, point: str, step: int) -> None:
+        """Named point `point` was reached at `step`: do what the first armed fault says, if there is one."""
+        for number, fault in self._armed:
+            if fault.at == point and step >= fault.step and self._claim(number):
+                _act(fault, step)
+
+    def _claim(self, number: int) -> bool:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(os.open(self._folder / f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+
+def _act(fault: Fault, step: int) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "exit":
+        os._exit(1)
+    raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
+
+
+class CommitPoints(WrappingStore):
+    """Announces the named points of a commit, seen from the keys that are written."""
+
+    def __init__(self, inner: ObjectStore, faults: Faults) -> None:
+        super().__init__(inner)
+        self._faults = faults
+
+    def put(self, key: str, data: Bytes) -> None:
+        """As the inner store; a manifest is a point before and after."""
+        manifest = key.endswith(".manifest")
+        if manifest:
+            self._faults.reached("before_manifest", _step_of(key))
+        super().put(key, data)
+        if manifest:
+            self._faults.reached("after_manifest", _step_of(key))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As the inner store; a commit is a point before and after."""
+        commit = key.rsplit("/", 1)[-1].startswith("commit-")
+        if commit:
+            self._faults.reached("before_commit", _step_of(key))
+        created = super().create(key, data)
+        if commit:
+            self._faults.reached("after_commit", _step_of(key))
+        return created
+
+
+def _step_of(key: str) -> int:
+    """The step in "checkpoints/step-00000010/..."."""
+    return int(key.split("/")[-2].removeprefix("step-"))

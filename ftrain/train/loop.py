@@ -1,0 +1,167 @@
+"""The training loop, the one you would show a visitor.
+
+A step is: one update; now and then the held-out loss; now and then a snapshot. What could make two ranks disagree (has somebody asked to
+stop? is a slot free?) rides on the update's own all-reduce, so every decision below is the same on all ranks without another message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ftrain.checkpoint import when
+from ftrain.checkpoint.messages import Final, SaveSkipped, SnapshotTaken, StepDone, WorkerMessage
+from ftrain.checkpoint.saver import Saver
+from ftrain.config import Config
+from ftrain.parallel.arrays import StatePiece
+from ftrain.train.step import StepResult
+from ftrain.train.votes import Flags
+
+
+class Trainee(Protocol):
+    """What the loop needs of an engine."""
+
+    def train_step(self, *, step: int, first_sequence: int, flags: Flags) -> StepResult: ...
+
+    def evaluate(self) -> float: ...
+
+    def pieces(self) -> Sequence[StatePiece]: ...
+
+
+class Asked(Protocol):
+    """Requests from outside: stop after this step; save once more (a counter that grows)."""
+
+    @property
+    def stop(self) -> bool: ...
+
+    @property
+    def save(self) -> int: ...
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far the run is: what a checkpoint remembers besides arrays. `sequences` is the data cursor."""
+
+    step: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    eval_loss: float | None = None
+    eval_step: int | None = None
+    constant: dict[str, Any] = field(default_factory=dict)  # config, fingerprint, layout, numeric environment
+
+    def record(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {
+            "step": self.step,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "eval_loss": self.eval_loss,
+            "eval_step": self.eval_step,
+            **self.constant,
+        }
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], constant: dict[str, Any]) -> Progress:
+        """Back from a checkpoint; what is constant comes from the run that goes on."""
+        known = {key: record[key] for key in ("step", "sequences", "tokens", "eval_loss", "eval_step") if key in record}
+        return cls(**known, constant=constant)
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """One worker's loop over the steps. Only rank 0 reports."""
+
+    config: Config
+    engine: Trainee
+    saver: Saver
+    asked: Asked
+    report: Callable[[WorkerMessage], None]
+    beat: Callable[[str, int], None]
+    reached: Callable[[str, int], None]
+    rank: int
+    saves_handled: int = 0
+    stored_step: int = 0  # newest step that is in storage already
+
+    def run(self, progress: Progress) -> Final:
+        """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage on return."""
+        if progress.step >= max(self.config.run.steps, self.stored_step + 1):
+            self._save_now(progress, upload=True)  # the last step was reached by an attempt that could not store it
+        while progress.step < self.config.run.steps:
+            stop = self._step(progress)
+            self.reached("step", progress.step)
+            if stop:
+                return Final(step=progress.step, outcome="stopped")
+        return Final(step=progress.step, outcome="finished")
+
+    def _step(self, progress: Progress) -> bool:
+        begin = time.time()
+        result = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=self._flags())
+        progress.step = result.step
+        progress.sequences += result.sequences
+        progress.tokens += result.tokens
+        evaluate_s = self._evaluate(progress)
+        if result.flags.save:
+            self.saves_handled = self.asked.save  # also what was asked since: the save below is newer than the request
+        blocked_s = self._save(progress, result.flags)
+        if self.rank == 0:
+            self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
+        return bool(result.flags.stop)
+
+    def _flags(self) -> Flags:
+        return Flags(
+            stop=int(self.asked.stop),
+            save=int(self.asked.save > self.saves_handled),
+            no_slot=int(not self.saver.has_free_slot()),
+            uploading=int(self.saver.is_uploading()),
+        )
+
+    def _evaluate(self, progress: Progress) -> float:
+        begin = time.monotonic()
+        if when.is_due(progress.step, self.config.evaluate.every_steps):
+            self.beat("evaluate", progress.step)
+            progress.eval_loss = self.engine.evaluate()
+            progress.eval_step = progress.step
+        return time.monotonic() - begin
+
+    def _save(self, progress: Progress, flags: Flags) -> float:
+        begin = time.monotonic()
+        decision = when.decide(
+            self.config.checkpoint,
+            when.StepFacts(
+                step=progress.step,
+                last_step=self.config.run.steps,
+                stop=bool(flags.stop),
+                save=bool(flags.save),
+                no_slot=bool(flags.no_slot),
+                uploading=bool(flags.uploading),
+            ),
+        )
+        if (decision.skipped or decision.failed) and self.rank == 0:
+            self.report(SaveSkipped(step=progress.step, reason=decision.skipped or decision.failed, failed=bool(decision.failed)))
+        if decision.snapshot:
+            self._save_now(progress, upload=decision.upload)
+        return time.monotonic() - begin
+
+    def _save_now(self, progress: Progress, *, upload: bool) -> None:
+        self.beat("checkpoint", progress.step)
+        self.saver.wait_until_free(upload=upload, beat=lambda: self.beat("checkpoint", progress.step))
+        self.saver.save(self.engine.pieces(), step=progress.step, upload=upload, progress=progress.record())
+        self.report(SnapshotTaken(rank=self.rank, step=progress.step, upload=upload))
+
+
+def _step_done(result: StepResult, progress: Progress, *, begin: float, evaluate_s: float, blocked_s: float) -> StepDone:
+    return StepDone(
+        step=result.step,
+        t_begin=begin,
+        t_end=time.time(),
+        blocked_s=blocked_s,
+        evaluate_s=evaluate_s,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        tokens=result.tokens,
+        applied=result.applied,
+        eval_loss=progress.eval_loss if progress.eval_step == result.step else None,
+    )
