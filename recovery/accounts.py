@@ -149,6 +149,15 @@ class Accounts:
         books.check()
         return books
 
+    def knows(self, attempt: int, step: int) -> bool:
+        """Whether this step of this attempt is in the books already."""
+        return (attempt, step) in self._steps
+
+    @property
+    def steps_finished(self) -> int:
+        """Finished steps, lost ones included."""
+        return len(self._steps)
+
     @property
     def steps_lost(self) -> int:
         """Finished steps that a roll-back undid."""

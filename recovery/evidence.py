@@ -191,6 +191,8 @@ def _kernel_lines(fd: int, since_s: float) -> Iterable[str]:
             return
         except BrokenPipeError:  # records were overwritten before we read them: go on with the oldest that is left
             continue
+        if not record:  # a recorded log, not the device: it has an end
+            return
         head, separator, text = record.partition(";")
         fields = head.split(",")
         if separator and len(fields) > 2 and fields[2].isdigit() and int(fields[2]) >= since_s * 1e6:

@@ -185,6 +185,8 @@ def _apply_steps(state: RunState, event: Event) -> RunState:
     for record in steps_of(event):
         if event.attempt < state.attempt and record.step > state.step:
             continue  # told late: the history has already gone on without it
+        if event.attempt == state.attempt and record.step <= state.step:
+            continue  # told twice, by an agent that did not know whether the last coordinator had heard
         state = replace(
             state,
             step=max(state.step, record.step),

@@ -1,0 +1,315 @@
+"""What a run did with its time, what interrupted it, and what that cost: all of it from the ledger, nothing from memory.
+
+Two rules. The books add up or there is no report (`recovery.accounts` raises ReportError). And shares are of counts and
+reconcile: the causes table counts every interruption exactly once, planned ones apart, so that the printed shares sum to 100 %
+(the best known published table of this kind does not). This module computes rows; `recovery.report_text` is their plain form,
+and the command line may draw them prettier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from recovery.accounts import NS, Accounts, Bucket, ReportError
+from recovery.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointPassedOver,
+    Decided,
+    Event,
+    EvidenceLine,
+    InterruptionClassified,
+    ProcessDied,
+    Ready,
+    Relabelled,
+    StepRecord,
+    Suspected,
+    steps_of,
+)
+from recovery.state import RunState, apply
+
+__all__ = ["AttemptRow", "CauseRow", "CheckpointRows", "InterruptionRow", "Report", "ReportError", "mtbf_interval", "report"]
+
+FORMULA = "effective time = step time of the steps in the final history / time since the first launch"
+
+
+class AttemptRow(Struct, kw_only=True):
+    """One attempt. `start_s`: from its start until all ranks were ready, None if they never were."""
+
+    attempt: int
+    t: float
+    layout: str
+    ranks: int
+    source: str
+    restored_step: int
+    start_s: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    steps: int = 0
+    steps_lost: int = 0
+    ended_by: str = ""
+
+
+class InterruptionRow(Struct, kw_only=True):
+    """One interruption. `down_s`: from its first sign until all ranks were ready again, None if they never were."""
+
+    verdict_id: str
+    t: float
+    attempt: int
+    class_: str = msgspec.field(name="class")
+    component: str
+    planned: bool
+    first_failing_rank: int | None
+    node: str
+    confidence: float
+    reason: str
+    evidence: tuple[EvidenceLine, ...]
+    action: str = ""
+    decision: str = ""
+    wait_s: float = 0.0
+    steps_lost: int = 0
+    down_s: float | None = None
+    relabelled_from: str = ""
+
+
+class CauseRow(Struct, frozen=True, kw_only=True):
+    """One row of the causes table: how often, and which share of all unplanned (or all planned) interruptions."""
+
+    component: str
+    class_: str = msgspec.field(name="class")
+    planned: bool
+    count: int
+    share: float
+
+
+class CheckpointRows(Struct, kw_only=True):
+    """What was saved to storage, and what was not."""
+
+    committed: int = 0
+    newest_step: int | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+    failed: list[dict[str, Any]] = []
+    passed_over: list[dict[str, Any]] = []
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """Everything the report says. All times in seconds."""
+
+    run_id: str
+    outcome: str
+    outcome_reason: str
+    phase: str
+    started_t: float
+    wall_s: float
+    step: int
+    steps_finished: int
+    steps_lost: int
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    effective_time: float
+    formula: str
+    buckets: dict[str, float]
+    attempts: list[AttemptRow]
+    interruptions: list[InterruptionRow]
+    causes: list[CauseRow]
+    mtbf_s: float | None  # of unplanned interruptions
+    mtbf_low_s: float
+    mtbf_high_s: float | None
+    checkpoints: CheckpointRows
+    tokens_per_s_by_hour: dict[int, float]  # hour of the day, UTC
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts and lists, ready for a JSON writer."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return plain
+
+
+def report(events: Iterable[Event], until_s: float | None = None) -> Report:
+    """The report of a whole ledger, up to `until_s` (by default: its last event)."""
+    builder = _Builder()
+    for event in events:
+        builder.add(event)
+    return builder.build(until_s)
+
+
+def mtbf_interval(count: int, wall_s: float) -> tuple[float, float | None]:
+    """95 % interval of the mean time between failures after `count` of them in `wall_s`; the upper end may be unknown.
+
+    Exact Poisson interval (Garwood 1936): the rates for which seeing at most, and at least, `count` has probability 2.5 %.
+    """
+    most = _poisson_rate(count, 0.025)
+    least = _poisson_rate(count - 1, 0.975) if count > 0 else 0.0
+    return wall_s / most, (wall_s / least if least > 0 else None)
+
+
+def _poisson_rate(count: int, probability: float) -> float:
+    """The rate at which P(X <= count) equals `probability`, by bisection (P falls as the rate grows)."""
+    low, high = 0.0, 10.0 + 2.0 * (count + 1) + 10.0 * math.sqrt(count + 1)
+    for _ in range(200):
+        middle = (low + high) / 2
+        terms = (math.exp(k * math.log(middle) - middle - math.lgamma(k + 1)) for k in range(count + 1))
+        low, high = (middle, high) if math.fsum(terms) > probability else (low, middle)
+    return (low + high) / 2
+
+
+class _Builder:
+    """One pass over the ledger."""
+
+    def __init__(self) -> None:
+        self._state = RunState()
+        self._accounts = Accounts()
+        self._attempts: dict[int, AttemptRow] = {}
+        self._interruptions: dict[str, InterruptionRow] = {}
+        self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
+        self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
+        self._checkpoints = CheckpointRows()
+        self._hours: dict[int, list[float]] = {}  # hour -> [tokens, seconds]
+
+    def add(self, event: Event) -> None:
+        before = self._state.step
+        fresh = [record for record in steps_of(event) if not self._accounts.knows(event.attempt, record.step)]
+        self._accounts.add(event)
+        self._state = apply(self._state, event)
+        match event:
+            case AttemptStarted():
+                self._attempts[event.attempt] = AttemptRow(
+                    attempt=event.attempt,
+                    t=event.t,
+                    layout=event.layout,
+                    ranks=event.ranks,
+                    source=event.source,
+                    restored_step=event.restored_step,
+                )
+            case Ready():
+                self._ready(event, before)
+            case ProcessDied() | Suspected():
+                self._sign(event)
+            case InterruptionClassified() | Decided() | Relabelled():
+                self._trouble(event)
+            case CheckpointCommitted() | CheckpointFailed() | CheckpointPassedOver():
+                self._checkpoint(event)
+        self._steps(event.attempt, fresh)
+
+    def build(self, until_s: float | None) -> Report:
+        books = self._accounts.close(until_s)
+        rows = list(self._interruptions.values())
+        unplanned = sum(not row.planned for row in rows)
+        wall_s = books.wall_ns / NS
+        low_s, high_s = mtbf_interval(unplanned, wall_s)
+        return Report(
+            run_id=self._state.run_id,
+            outcome=self._state.outcome,
+            outcome_reason=self._state.outcome_reason,
+            phase=str(self._state.phase),
+            started_t=self._state.started_t,
+            wall_s=wall_s,
+            step=self._state.step,
+            steps_finished=self._accounts.steps_finished,
+            steps_lost=self._accounts.steps_lost,
+            tokens=self._state.tokens,
+            loss=self._state.loss,
+            eval_loss=self._state.eval_loss,
+            effective_time=books.effective,
+            formula=FORMULA,
+            buckets={str(bucket): books.seconds(bucket) for bucket in Bucket},
+            attempts=list(self._attempts.values()),
+            interruptions=rows,
+            causes=_causes(rows),
+            mtbf_s=wall_s / unplanned if unplanned else None,
+            mtbf_low_s=low_s,
+            mtbf_high_s=high_s,
+            checkpoints=self._checkpoints,
+            tokens_per_s_by_hour={hour: tokens / s for hour, (tokens, s) in sorted(self._hours.items()) if s > 0},
+        )
+
+    def _ready(self, event: Ready, step_before: int) -> None:
+        lost = max(0, step_before - event.step)
+        if row := self._attempts.get(event.attempt):
+            row.restored_step = event.step
+            row.start_s = event.t - row.t
+        if earlier := self._attempts.get(event.attempt - 1):
+            earlier.steps_lost = lost
+        for at, interruption in enumerate(self._open):
+            interruption.down_s = event.t - interruption.t
+            interruption.steps_lost = lost if at == 0 else 0  # those that followed struck before anything was done again
+        self._open.clear()
+
+    def _sign(self, event: ProcessDied | Suspected) -> None:
+        expected = isinstance(event, ProcessDied) and (event.ours or event.status == 0 or event.kind not in ("worker", "agent"))
+        if self._sign_t is None and not expected:
+            self._sign_t = event.t
+
+    def _trouble(self, event: InterruptionClassified | Decided | Relabelled) -> None:
+        if isinstance(event, InterruptionClassified):
+            self._classified(event)
+        elif row := self._interruptions.get(event.verdict_id):
+            if isinstance(event, Decided):
+                row.action, row.decision, row.wait_s = event.action, event.reason, event.wait_s
+            else:
+                row.relabelled_from = row.relabelled_from or row.class_
+                row.class_, row.planned = event.class_, event.planned
+                row.component = event.component or row.component
+
+    def _classified(self, event: InterruptionClassified) -> None:
+        verdict = event.verdict
+        row = InterruptionRow(
+            verdict_id=event.verdict_id,
+            t=event.t if self._sign_t is None else self._sign_t,
+            attempt=event.attempt,
+            class_=verdict.class_,
+            component=verdict.component,
+            planned=verdict.planned,
+            first_failing_rank=verdict.first_failing_rank,
+            node=verdict.node,
+            confidence=verdict.confidence,
+            reason=verdict.reason,
+            evidence=verdict.evidence,
+        )
+        self._sign_t = None
+        self._interruptions[event.verdict_id] = row
+        self._open.append(row)
+        if attempt := self._attempts.get(event.attempt):
+            attempt.ended_by = verdict.class_
+
+    def _checkpoint(self, event: CheckpointCommitted | CheckpointFailed | CheckpointPassedOver) -> None:
+        rows = self._checkpoints
+        match event:
+            case CheckpointCommitted():
+                rows.committed += 1
+                rows.newest_step = event.step
+                rows.nbytes += event.nbytes
+                rows.seconds += event.seconds
+            case CheckpointFailed():
+                rows.failed.append({"t": event.t, "step": event.step, "reason": event.reason})
+            case CheckpointPassedOver():
+                rows.passed_over.append({"t": event.t, "step": event.step, "reason": event.reason})
+
+    def _steps(self, attempt: int, fresh: Sequence[StepRecord]) -> None:
+        for record in fresh:
+            hour = self._hours.setdefault(int(record.t_begin // 3600 % 24), [0.0, 0.0])
+            hour[0] += record.tokens
+            hour[1] += max(0.0, record.t_end - record.t_begin)
+            if row := self._attempts.get(attempt):
+                row.steps += 1
+                row.first_step = record.step if row.first_step is None else row.first_step
+                row.last_step = record.step
+
+
+def _causes(rows: Sequence[InterruptionRow]) -> list[CauseRow]:
+    """Counts by component and class, commonest first, planned ones after; shares within planned and unplanned."""
+    counts = Counter((row.planned, row.component, row.class_) for row in rows)
+    totals = Counter(row.planned for row in rows)
+    order = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0]))
+    return [
+        CauseRow(component=component, class_=class_, planned=planned, count=count, share=count / totals[planned])
+        for (planned, component, class_), count in order
+    ]

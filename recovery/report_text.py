@@ -1,0 +1,180 @@
+"""The report in plain lines: what a log file, a mail or a terminal without colours can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+
+from recovery.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Decided,
+    Event,
+    EvidenceLine,
+    InterruptionClassified,
+    ProcessDied,
+    Ready,
+    SignalSent,
+    Suspected,
+    steps_of,
+)
+from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError
+
+
+def lines(report: Report) -> list[str]:
+    """The whole report, one string a line."""
+    return [
+        *_summary(report),
+        "",
+        *_buckets(report),
+        "",
+        "attempts",
+        *_table(("attempt", "ranks", "from", "restored", "start", "steps", "lost", "ended by"), map(_attempt, report.attempts)),
+        "",
+        *_interruptions(report),
+        *_causes(report),
+        *_checkpoints(report),
+    ]
+
+
+def explain(events: Iterable[Event], attempt: int) -> list[str]:
+    """The story of one attempt: what was seen, what it was taken for and on which evidence, what was decided."""
+    told: list[str] = []
+    steps: list[int] = []
+    for event in events:
+        if event.attempt != attempt:
+            continue
+        records = [record.step for record in steps_of(event)]
+        if not records and steps:
+            told.append(f"  steps {steps[0]} to {steps[-1]} finished")
+            steps = []
+        steps += records
+        told += [f"{_clock(event.t)}  {line}" for line in _story(event)]
+    if steps:
+        told.append(f"  steps {steps[0]} to {steps[-1]} finished")
+    if not told:
+        raise ReportError(f"the ledger holds no attempt {attempt}")
+    return [f"attempt {attempt}", *told]
+
+
+def _story(event: Event) -> Iterator[str]:
+    match event:
+        case AttemptStarted():
+            yield f"started on {event.ranks} ranks ({event.layout or 'layout not recorded'}), state from {event.source}"
+        case Ready():
+            yield f"all ranks ready with the state of step {event.step}"
+        case ProcessDied():
+            who = event.kind if event.rank is None else f"{event.kind} of rank {event.rank}"
+            yield f"{who} (pid {event.pid}) ended: {exit_text(event.status)}{', by our own signal' if event.ours else ''}"
+        case SignalSent():
+            yield f"we sent signal {event.signal} to {event.kind} {event.pid}: {event.reason}"
+        case Suspected():
+            yield f"suspected since {_clock(event.since)}: {event.reason}"
+        case InterruptionClassified():
+            verdict = event.verdict
+            yield f"verdict {verdict.class_} ({verdict.component}), confidence {verdict.confidence:.2f}: {verdict.reason}"
+            yield from (f"    {evidence_text(line)}" for line in verdict.evidence)
+        case Decided():
+            wait = f" after {event.wait_s:g} s" if event.wait_s else ""
+            yield f"decided {event.action}{wait}: {event.reason}"
+        case AttemptEnded():
+            yield f"ended; last finished step {event.step}"
+
+
+def exit_text(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "status unknown"
+    return f"signal {-status}" if status < 0 else f"exit code {status}"
+
+
+def evidence_text(line: EvidenceLine) -> str:
+    """Where a line stands, and what it says."""
+    return f"{line.where}:{line.line}: {line.text}"
+
+
+def _summary(report: Report) -> Iterator[str]:
+    state = f"{report.outcome} ({report.outcome_reason})" if report.outcome_reason else report.outcome or report.phase
+    yield f"run {report.run_id}: {state}"
+    yield f"step {report.step}; {report.steps_finished} steps finished, {report.steps_lost} of them lost and done again"
+    yield f"{report.tokens} tokens, loss {_number(report.loss)}, held-out loss {_number(report.eval_loss)}"
+    productive_s = report.buckets["productive"]
+    yield f"effective time {report.effective_time:.1%} = {productive_s:.1f} s / {report.wall_s:.1f} s"
+    yield f"  ({report.formula})"
+
+
+def _buckets(report: Report) -> Iterator[str]:
+    yield "every second since the first launch"
+    rows = [
+        (name, f"{s:.3f} s", f"{s / report.wall_s if report.wall_s else 0.0:.1%}") for name, s in report.buckets.items() if s
+    ]
+    yield from _table(("bucket", "time", "share"), [*rows, ("total", f"{report.wall_s:.3f} s", "100.0%")])
+
+
+def _attempt(row: AttemptRow) -> tuple[str, ...]:
+    span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
+    start = "never ready" if row.start_s is None else f"{row.start_s:.2f} s"
+    restored = f"step {row.restored_step}"
+    return (str(row.attempt), str(row.ranks), row.source, restored, start, span, str(row.steps_lost), row.ended_by or "-")
+
+
+def _interruptions(report: Report) -> Iterator[str]:
+    if not report.interruptions:
+        yield "no interruption"
+        return
+    yield "interruptions"
+    for row in report.interruptions:
+        yield from _interruption(row)
+    yield ""
+
+
+def _interruption(row: InterruptionRow) -> Iterator[str]:
+    rank = "" if row.first_failing_rank is None else f", first rank {row.first_failing_rank}"
+    node = f", node {row.node}" if row.node else ""
+    was = f" (relabelled, was {row.relabelled_from})" if row.relabelled_from else ""
+    yield f"  {_clock(row.t)}  attempt {row.attempt}: {row.class_}{was} in {row.component}{rank}{node}"
+    yield f"      cause      {row.reason} (confidence {row.confidence:.2f})"
+    yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
+    yield f"      decision   {row.action or 'none'}: {row.decision}" if row.decision else "      decision   none recorded"
+    down = "not recovered" if row.down_s is None else f"{row.down_s:.2f} s until all ranks were ready again"
+    yield f"      cost       {row.steps_lost} steps lost, {down}"
+
+
+def _causes(report: Report) -> Iterator[str]:
+    if not report.causes:
+        return
+    yield "causes, by count"
+    yield from _table(("component", "class", "count", "share"), map(_cause, report.causes))
+    if report.mtbf_s is not None:
+        high = "unbounded" if report.mtbf_high_s is None else f"{report.mtbf_high_s:.0f} s"
+        interval = f"95 % interval {report.mtbf_low_s:.0f} s to {high}"
+        yield f"mean time between unplanned interruptions {report.mtbf_s:.0f} s ({interval})"
+    yield ""
+
+
+def _cause(row: CauseRow) -> tuple[str, ...]:
+    name = f"{row.class_} (planned)" if row.planned else row.class_
+    return (row.component, name, str(row.count), f"{row.share:.1%}")
+
+
+def _checkpoints(report: Report) -> Iterator[str]:
+    rows = report.checkpoints
+    newest = "none" if rows.newest_step is None else f"newest at step {rows.newest_step}"
+    yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes} bytes in {rows.seconds:.1f} s"
+    yield from (f"  failed at step {row['step']}: {row['reason']}" for row in rows.failed)
+    yield from (f"  step {row['step']} passed over: {row['reason']}" for row in rows.passed_over)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first one left-aligned."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _clock(t: float) -> str:
+    return datetime.fromtimestamp(t, UTC).strftime("%Y-%m-%d %H:%M:%S")
