@@ -67,7 +67,7 @@ def even(*, forward: Time = 1, backward_input: Time = 1, backward_weight: Time =
         Kind.BACKWARD_INPUT: backward_input,
         Kind.BACKWARD_WEIGHT: backward_weight,
     }
-    parts = {kind: _ratio(time, num_chunks) for kind, time in whole.items()}
+    parts = {kind: time // num_chunks if time % num_chunks == 0 else _ratio(time, num_chunks) for kind, time in whole.items()}
     return lambda action: parts[action.kind]
 
 

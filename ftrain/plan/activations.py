@@ -1,0 +1,91 @@
+"""Bytes of activations that a layer keeps for its backward, listed tensor by tensor, and how many of them a rank holds.
+
+Two counts stand side by side. The paper's closed formulas (GELU, f = 4h, dropout) are what the literature quotes. This
+engine's layer is another one (SwiGLU, grouped queries, no dropout, attention that never writes its scores), so its memory is
+added up from the tensors it saves; the sum is an estimate until the report has laid a measurement beside it.
+How many micro-batches are held comes from the schedule object itself, not from a formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ftrain.parallel.schedule import build, peak_in_flight
+from ftrain.plan.setup import Recompute, Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor that a layer keeps: bytes per micro-batch on one rank."""
+
+    name: str
+    formula: str
+    nbytes: Fraction
+    kept_when: tuple[Recompute, ...]
+
+
+def saved_tensors(setup: Setup) -> tuple[Saved, ...]:
+    """What one layer keeps, and under which recompute policies. t: TP, r: t under sequence parallelism, else 1; w: bytes
+    of an activation."""
+    model, mesh, t, r, w = setup.config.model, setup.mesh, setup.mesh.tp, setup.sp, setup.width
+    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, mesh.cp)
+    always: tuple[Recompute, ...] = ("none", "selective", "full")
+    some: tuple[Recompute, ...] = ("none", "selective")
+    rows: tuple[tuple[str, str, Fraction, tuple[Recompute, ...]], ...] = (
+        ("layer input", "w sbh / r", w * tokens * model.hidden / r, always),
+        ("normed input of attention", "w sbh / r", w * tokens * model.hidden / r, ("none",)),
+        ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), some),
+        ("attention output", "w sbq / t", w * tokens * setup.queries / t, some),
+        ("log-sum-exp", "4 sba / t", 4 * tokens * model.heads / t, some),
+        ("input of the MLP's norm", "w sbh / r", w * tokens * model.hidden / r, some),
+        ("normed input of the MLP", "w sbh / r", w * tokens * model.hidden / r, ("none",)),
+        ("gate and up", "2w sbf / t", 2 * w * tokens * model.ffn / t, some),
+        ("SwiGLU product", "w sbf / t", w * tokens * model.ffn / t, ("none",)),
+    )
+    return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows)
+
+
+def layer_bytes(setup: Setup) -> Fraction:
+    """Activations of one layer and micro-batch on one rank."""
+    return sum((item.nbytes for item in saved_tensors(setup) if setup.options.recompute in item.kept_when), start=Fraction(0))
+
+
+def working_bytes(setup: Setup) -> Fraction:
+    """Recompute rebuilds one layer at a time: the part of a layer that is not kept, once."""
+    return sum(
+        (item.nbytes for item in saved_tensors(setup) if setup.options.recompute not in item.kept_when), start=Fraction(0)
+    )
+
+
+def logits_bytes(setup: Setup) -> Fraction:
+    """fp32 logits and their gradient on the rank with the head: 8 sbV / t."""
+    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
+    return 8 * tokens * (-(-setup.config.model.vocab // setup.mesh.tp))
+
+
+def in_flight(setup: Setup) -> tuple[int, ...]:
+    """(virtual stage, micro-batch) pairs that each pipeline rank holds at once, read off the schedule.
+
+    Beyond 3 p micro-batches no schedule but GPipe holds more, so longer ones are not built.
+    """
+    p, m, options = setup.mesh.pp, setup.microbatches, setup.options
+    if options.schedule == "gpipe":
+        return (m,) * p
+    return peak_in_flight(build(options.schedule, num_ranks=p, num_microbatches=min(m, 3 * p), num_chunks=setup.chunks))
+
+
+def paper_layer_bytes(setup: Setup) -> dict[str, Fraction]:
+    """The closed formulas of arXiv 2205.05198, table 2, per layer: by name."""
+    model, mesh = setup.config.model, setup.mesh
+    s, b, h, a, t = setup.config.data.seq_len, setup.config.batch.micro_batch, model.hidden, model.heads, mesh.tp
+    sbh = Fraction(s * b * h, mesh.cp)
+    scores = Fraction(5 * a * s, h)
+    return {
+        "nothing": sbh * (34 + scores),
+        "TP": sbh * (10 + Fraction(24, t) + scores / t),
+        "TP + SP": sbh * (Fraction(34, t) + scores / t),
+        "TP, selective": sbh * (10 + Fraction(24, t)),
+        "TP + SP, selective": sbh * Fraction(34, t),
+        "full": 2 * sbh,
+    }

@@ -1,0 +1,216 @@
+"""`ftrain plan memory`: does it fit, and what takes the room.
+
+Fit comes before throughput: a layout that does not fit has no speed. The ideal rows (`ftrain.plan.state`) give the founding
+documents' numbers; below them stand the real ranks, stage by stage, where the ends carry the embedding and the head, norms
+exist once per TP rank, and the first stages hold the most activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from ftrain.plan import state
+from ftrain.plan.activations import in_flight, layer_bytes, logits_bytes, paper_layer_bytes, saved_tensors, working_bytes
+from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
+from ftrain.plan.params import replicated, shard
+from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Recompute, Setup, layout
+
+NOT_INCLUDED = (
+    "CUDA context, NCCL channels and library workspaces (a few GB on a GPU)",
+    "allocator fragmentation and alignment",
+    "data loader and its prefetched batches",
+    "evaluation, and anything a user's hook keeps",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Predicted bytes of the most loaded rank of one pipeline rank."""
+
+    pp: int
+    layers: int
+    params: int
+    weights: Fraction
+    gradients: Fraction
+    master: Fraction
+    moments: Fraction
+    activations: Fraction
+    buffers: Fraction
+
+    @property
+    def state(self) -> Fraction:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.master + self.moments
+
+    @property
+    def total(self) -> Fraction:
+        """All that is predicted."""
+        return self.state + self.activations + self.buffers
+
+
+def rank_memory(setup: Setup, pp: int, held: int) -> RankMemory:
+    """The memory of a pipeline rank that holds `held` (virtual stage, micro-batch) pairs of activations at once."""
+    own, split = shard(setup, pp), state.shares(setup)
+    per_stage = Fraction(own.layers, setup.chunks) * layer_bytes(setup)
+    head = logits_bytes(setup) if own.head or setup.mesh.pp == 1 else Fraction(0)
+    return RankMemory(
+        pp=pp,
+        layers=own.layers,
+        params=own.total,
+        weights=Fraction(state.WEIGHT * own.total, split["weights"]),
+        gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
+        master=Fraction(state.MASTER * own.total, split["master"]),
+        moments=Fraction(state.MOMENTS * own.total, split["moments"]),
+        activations=held * per_stage + working_bytes(setup) + head,
+        buffers=buffer_bytes(setup) + _gathered(setup, own.total),
+    )
+
+
+def buffer_bytes(setup: Setup) -> Fraction:
+    """Communication buffers: two whole activations for TP, one to send and one to receive for PP."""
+    model, mesh = setup.config.model, setup.mesh
+    whole = Fraction(setup.width * setup.config.data.seq_len * setup.config.batch.micro_batch * model.hidden, mesh.cp)
+    return (2 * whole if mesh.tp > 1 else Fraction(0)) + (2 * whole / setup.sp if mesh.pp > 1 else Fraction(0))
+
+
+def _gathered(setup: Setup, params: int) -> Fraction:
+    """FSDP: two gathered bf16 layers and one layer's whole gradient, on top of the shards."""
+    if setup.options.sharding == "zero1":
+        return Fraction(0)
+    layer = Fraction(params, max(1, shard(setup, 0).layers))
+    return layer * (2 * state.WEIGHT + state.GRADIENT)
+
+
+def all_ranks(setup: Setup) -> tuple[RankMemory, ...]:
+    """The memory of every pipeline rank."""
+    return tuple(rank_memory(setup, pp, held) for pp, held in enumerate(in_flight(setup)))
+
+
+def refusals(setup: Setup, ranks: tuple[RankMemory, ...]) -> tuple[str, ...]:
+    """Why the plan does not fit, in words; empty if it does."""
+    worst = max(ranks, key=lambda rank: rank.total)
+    room = setup.profile.memory_bytes
+    if worst.total <= room:
+        return ()
+    mesh, name = setup.mesh, setup.profile.name
+    need = f"pipeline rank {worst.pp} needs {size(worst.total, digits=1)} of {size(room)} on {name}"
+    if mesh.tp == mesh.pp == 1 and setup.options.sharding == "zero1" and worst.state > room:
+        floor = (state.WEIGHT + state.GRADIENT) * worst.params
+        return (
+            "data parallelism alone cannot hold this model: every card keeps all weights and gradients, "
+            f"{size(floor, digits=1)}, however many replicas there are; {need}. Cut the model: raise parallel.tp "
+            "(within a server), then parallel.pp",
+        )
+    return (f"does not fit: {need}. {_advice(setup, worst)}",)
+
+
+def _advice(setup: Setup, worst: RankMemory) -> str:
+    """What to change: recompute if that is enough, else a cut of the larger part."""
+    policies: tuple[Recompute, ...] = ("selective", "full")
+    for policy in policies:
+        tried = replace(setup, options=replace(setup.options, recompute=policy))
+        peak = max(rank.total for rank in all_ranks(tried))
+        if peak <= setup.profile.memory_bytes and policy != setup.options.recompute:
+            return f"With --recompute {policy} it needs {size(peak, digits=1)}, which fits"
+    if worst.activations > worst.state:
+        return "Activations are the largest part: raise parallel.cp or parallel.tp, or lower batch.micro_batch"
+    return "State is the largest part: raise parallel.pp or parallel.tp, or use --sharding fsdp"
+
+
+def answer(setup: Setup) -> Answer:
+    """The whole answer."""
+    ranks = all_ranks(setup)
+    ideal = setup.options.params == 0 or abs(setup.options.params - _config_params(setup)) <= 0.05 * _config_params(setup)
+    sections = [state.whole(setup), state.per_card(setup), _real(setup, ranks), _activation_section(setup)]
+    warnings = () if ideal else ("--params is far from the config's own size: the stage table below is the config's",)
+    return Answer(
+        command="memory",
+        title=f"Memory of {layout(setup.mesh)} on {setup.profile.title}",
+        sections=tuple(sections),
+        refusals=refusals(setup, ranks),
+        warnings=warnings,
+    )
+
+
+def _config_params(setup: Setup) -> int:
+    from ftrain.load import num_parameters
+
+    return num_parameters(setup.config)
+
+
+def _real(setup: Setup, ranks: tuple[RankMemory, ...]) -> Section:
+    room, worst = setup.profile.memory_bytes, max(ranks, key=lambda rank: rank.total)
+    extra = replicated(setup)
+    return Section(
+        title="Real ranks, from the config's shape",
+        figures=(
+            nbytes("peak", f"most loaded rank (pipeline rank {worst.pp})", value=worst.total, digits=2,
+                   why=why("state + activations + buffers", "ftrain.plan.memory", state=worst.state,
+                           activations=worst.activations, buffers=worst.buffers)),
+            percent("peak_share", f"of a {setup.profile.name} card", value=worst.total / room,
+                    why=why("peak / memory", setup.profile.sources["gpu"], memory=room)),
+            number("replicated", "parameters held more than once within TP", value=extra,
+                   why=why("norms on every TP rank; kv heads where tp exceeds them", "ftrain.plan.params", tp=setup.mesh.tp)),
+        ),
+        tables=(_stage_table(setup, ranks),),
+        notes=("not included: " + "; ".join(NOT_INCLUDED) + ": what is left of a card is not free space",),
+    )  # fmt: skip
+
+
+def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
+    rows: list[tuple[Value, ...]] = []
+    for rank in ranks:
+        parts = (rank.weights, rank.gradients, rank.master, rank.moments, rank.activations, rank.buffers, rank.total)
+        left = setup.profile.memory_bytes - rank.total
+        rows.append((rank.pp, rank.layers, f"{rank.params:,}", *(size(part, digits=2) for part in parts), size(left, digits=2)))
+    d = setup.mesh.shards
+    return Table(
+        key="stages",
+        title="Per pipeline rank",
+        columns=("pp", "layers", "params", "weights", "grads", "master", "adam", "activations", "buffers", "total", "left"),
+        rows=tuple(rows),
+        formulas={
+            "params": "layers x matrices / tp + norms + embedding (first) + head (last)",
+            "weights": "2 B x params",
+            "grads": "4 B x params",
+            "master": f"4 B x params / (DP x CP = {d})",
+            "adam": f"8 B x params / (DP x CP = {d})",
+            "activations": "held micro-batches (from the schedule) x layers x bytes of a layer + logits on the last",
+            "buffers": "2 sbh x w for TP, 2 for PP",
+        },
+        source=MEGATRON_MEMORY,
+    )
+
+
+def _activation_section(setup: Setup) -> Section:
+    keep = setup.options.recompute
+    saved = Table(
+        key="saved",
+        title=f"What a layer keeps for its backward (recompute {keep})",
+        columns=("tensor", "formula", "bytes", "kept"),
+        rows=tuple(
+            (i.name, i.formula, size(i.nbytes, digits=1), "yes" if keep in i.kept_when else "no") for i in saved_tensors(setup)
+        ),
+        formulas={"bytes": "per micro-batch and rank; s: seq_len / cp"},
+        source="this engine's layer, added up",
+    )
+    paper = Table(
+        key="paper",
+        title="The literature's formulas for a GELU layer of the same width",
+        columns=("with", "bytes of a layer"),
+        rows=tuple((name, size(value, digits=1)) for name, value in paper_layer_bytes(setup).items()),
+        formulas={"bytes of a layer": "sbh (34 + 5as/h) and its divided forms"},
+        source=SELECTIVE,
+    )
+    return Section(
+        title="Activations",
+        figures=(
+            nbytes("layer_activations", "one layer, one micro-batch", value=layer_bytes(setup), digits=2,
+                   why=why("sum of the tensors below", "ftrain.plan.activations")),
+            number("held", "(stage, micro-batch) pairs held by the first rank", value=in_flight(setup)[0],
+                   why=why(f"read off the {setup.options.schedule} schedule", "ftrain.parallel.schedule",
+                           m=setup.microbatches, p=setup.mesh.pp, v=setup.chunks)),
+        ),
+        tables=(saved, paper),
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Parameters of the model and of what one rank holds of it, from the shape alone.
+
+The ideal rows divide a round number evenly. A real rank holds whole layers, its own copy of every norm, key and value heads
+that cannot be cut further, and at the ends the embedding or the head. That difference is what runs out of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftrain.combinations import head_dim, kv_heads
+from ftrain.plan.setup import Setup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Parameters of one TP rank on one pipeline rank."""
+
+    layers: int
+    """Decoder layers, over all of its virtual stages."""
+    matrices: int
+    """Parameters of the layers' matrices."""
+    norms: int
+    """Replicated on every TP rank."""
+    embedding: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the rank."""
+        return self.matrices + self.norms + self.embedding + self.head
+
+
+def layer_matrices(setup: Setup) -> int:
+    """Matrix parameters of one layer on one TP rank: q, k, v, o, gate, up, down."""
+    model, tp = setup.config.model, setup.mesh.tp
+    attention = model.hidden * (2 * setup.queries // tp + 2 * setup.local_keys)
+    return attention + 3 * model.hidden * model.ffn // tp
+
+
+def shard(setup: Setup, rank: int) -> Shard:
+    """What a pipeline rank holds; the embedding's rows are padded up to a multiple of tp (in memory, never in storage)."""
+    model, mesh = setup.config.model, setup.mesh
+    stages = setup.stages_of(rank)
+    layers = sum(len(setup.stages()[stage]) for stage in stages)
+    rows = -(-model.vocab // mesh.tp) * model.hidden
+    first, last = 0 in stages, mesh.pp * setup.chunks - 1 in stages
+    return Shard(
+        layers=layers,
+        matrices=layers * layer_matrices(setup),
+        norms=layers * 2 * model.hidden + (model.hidden if last else 0),
+        embedding=rows if first else 0,
+        head=rows if last and not (model.tied and first) else 0,
+    )
+
+
+def replicated(setup: Setup) -> int:
+    """Extra copies of parameters that TP ranks hold more than once (norms; key and value heads where tp exceeds them)."""
+    model, tp = setup.config.model, setup.mesh.tp
+    norms = (tp - 1) * model.hidden * (2 * model.layers + 1)
+    copies = max(0, tp - kv_heads(setup.config)) * head_dim(setup.config) * 2 * model.hidden * model.layers
+    return norms + copies

@@ -1,0 +1,91 @@
+"""Which links a group's traffic crosses, once ranks are laid onto servers, racks and pods in their order.
+
+Ranks fill servers one after the other, so a group's links follow from the rank order alone. Two bandwidths are told apart
+for each network tier that is oversubscribed: what is left if every card sends across it at once (50 / 7 GB/s between
+Llama 3's pods), and what a ring in rank order gets, which crosses a pod's edge only where its neighbours lie in two pods.
+The second is why contiguous replicas and an outermost DP axis make a 1:7 network bearable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ftrain.config import Axis
+from ftrain.parallel.shape import AXES, MeshShape
+from ftrain.plan.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The slowest part of a group's ring."""
+
+    link: str
+    """Name of the link or tier."""
+    gb_s: float
+    """Per direction, for a ring in rank order."""
+    crowded_gb_s: float
+    """Per direction, if every card sends across this tier at once."""
+    crosses_servers: bool
+
+
+@lru_cache(maxsize=512)
+def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey) -> Path:
+    """The slowest link of the groups along `axes`, over all of them."""
+    hops = ring_hops(mesh, axes)
+    if all(a // profile_key.server_gpus == b // profile_key.server_gpus for a, b in hops):
+        link = profile_key.link_gb_s
+        return Path(link=profile_key.link_name, gb_s=link, crowded_gb_s=link, crosses_servers=False)
+    name, rate, crowded = "network", profile_key.nic_gb_s, profile_key.nic_gb_s
+    for tier, inner in zip(profile_key.tiers, profile_key.units, strict=True):
+        crossing = Counter(a // inner for a, b in hops if a // inner != b // inner)
+        if not crossing:
+            break
+        name, over = tier[0], tier[1]
+        share = max(crossing.values()) / inner
+        crowded = min(crowded, profile_key.nic_gb_s / over)
+        rate = min(rate, profile_key.nic_gb_s * min(1.0, 1.0 / (over * share)))
+    return Path(link=name, gb_s=rate, crowded_gb_s=crowded, crosses_servers=True)
+
+
+def ring_hops(mesh: MeshShape, axes: tuple[Axis, ...]) -> tuple[tuple[int, int], ...]:
+    """(sender, receiver) of every hop of every ring along `axes`, each ring in rank order."""
+    members = mesh.group(0, axes)
+    starts = mesh.group(0, tuple(axis for axis in AXES if axis not in axes))
+    if len(members) == 1:
+        return ()
+    steps = list(zip(members, (*members[1:], members[0]), strict=True))
+    return tuple((start + a, start + b) for start in starts for a, b in steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """The part of a profile that decides paths; hashable, so that paths are worked out once."""
+
+    server_gpus: int
+    link_name: str
+    link_gb_s: float
+    nic_gb_s: float
+    tiers: tuple[tuple[str, float], ...]
+    """(name, oversubscription) of each tier, innermost first."""
+    units: tuple[int, ...]
+    """GPUs of the unit whose edge must be crossed to use that tier."""
+
+
+def key(profile: Profile) -> ProfileKey:
+    """The placement facts of a profile."""
+    return ProfileKey(
+        server_gpus=profile.server.gpus,
+        link_name=profile.server.link_name,
+        link_gb_s=profile.link_gb_s,
+        nic_gb_s=profile.nic_gb_s,
+        tiers=tuple((tier.name, tier.oversubscription) for tier in profile.tiers),
+        units=(profile.server.gpus, *(tier.gpus for tier in profile.tiers[:-1])),
+    )
+
+
+def place(rank: int, profile: Profile) -> dict[str, int]:
+    """Where a rank sits: its server, and its unit in every tier but the last."""
+    units = {"server": rank // profile.server.gpus, "card": rank % profile.server.gpus}
+    return units | {tier.name: rank // tier.gpus for tier in profile.tiers[:-1]}

@@ -1,0 +1,126 @@
+"""Hardware as data: what a GPU, a server and a network can do, one TOML file each, with the source of every number.
+
+Bandwidths are per direction, always: vendors print both directions added up (900 GB/s of NVLink is 450 each way), and a ring
+sends in one. Peaks are named dense or sparse, because a utilisation against the sparse peak is half as large. What is assumed
+rather than printed somewhere (the share of the peak that kernels reach) stands in its own table, so that nobody takes it for
+a fact; `--set` does not reach it, a copy of the file does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+FOLDER = Path(__file__).parent / "hardware"
+
+
+class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every table: strict, so that a misspelt key is an error."""
+
+
+class Gpu(_Part, frozen=True, kw_only=True):
+    """One accelerator."""
+
+    memory_gb: Annotated[float, Meta(gt=0, description="decimal GB")]
+    memory_gb_s: Annotated[float, Meta(gt=0, description="bandwidth of its memory")]
+    dense_bf16_tflops: Annotated[float, Meta(ge=0, description="peak without sparsity; 0: unknown, so no MFU")]
+    sparse_bf16_tflops: Annotated[float, Meta(ge=0, description="peak with 2:4 sparsity, only to warn of it")] = 0.0
+    power_w: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Server(_Part, frozen=True, kw_only=True):
+    """One machine."""
+
+    gpus: Annotated[int, Meta(ge=1)]
+    link_name: str
+    link_lanes: Annotated[int, Meta(ge=1)]
+    link_gb_s_per_lane: Annotated[float, Meta(gt=0, description="per direction")]
+    nic_gbit_s: Annotated[float, Meta(gt=0, description="of each GPU's network card, per direction")]
+    host_gb_s: Annotated[float, Meta(gt=0, description="from a GPU to host memory, per direction")]
+    host_memory_gb: Annotated[float, Meta(ge=0, description="0: unknown")] = 0.0
+    cpus: int = 0
+    switches: int = 0
+    fans: int = 0
+    size_mm: tuple[int, ...] = ()
+    weight_kg: float = 0.0
+    cooling: str = ""
+
+
+class Tier(_Part, frozen=True, kw_only=True):
+    """A level of the network: everything within `gpus` consecutive ranks, innermost tier first."""
+
+    name: str
+    gpus: Annotated[int, Meta(ge=1)]
+    oversubscription: Annotated[float, Meta(ge=1, description="1: every card may send at full speed to any other")] = 1.0
+
+
+class Assumed(_Part, frozen=True, kw_only=True):
+    """Shares reached in practice. Not printed anywhere: change them in a copy of the file when you have measured."""
+
+    kernel_share: Annotated[float, Meta(gt=0, le=1, description="of the dense peak, in large matrix products")] = 0.6
+    link_share: Annotated[float, Meta(gt=0, le=1, description="of a link's bandwidth, in collectives")] = 0.8
+
+
+class Published(_Part, frozen=True, kw_only=True):
+    """A run that somebody reported on this hardware, as printed."""
+
+    what: str
+    gpus: int
+    tflops: float
+    mfu_printed: Annotated[float, Meta(description="per cent, as printed")]
+
+
+class Profile(_Part, frozen=True, kw_only=True):
+    """A kind of cluster."""
+
+    name: str
+    title: str
+    gpu: Gpu
+    server: Server
+    tiers: tuple[Tier, ...]
+    assumed: Assumed = Assumed()
+    sources: dict[str, str]
+    published: tuple[Published, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one GPU."""
+        return round(self.gpu.memory_gb * 1e9)
+
+    @property
+    def link_gb_s(self) -> float:
+        """Bandwidth between two GPUs of a server, per direction."""
+        return self.server.link_lanes * self.server.link_gb_s_per_lane
+
+    @property
+    def nic_gb_s(self) -> float:
+        """Bandwidth of a GPU's network card, per direction."""
+        return self.server.nic_gbit_s / 8
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense bf16 peak, FLOP/s; 0 if unknown."""
+        return self.gpu.dense_bf16_tflops * 1e12
+
+    def tier_gb_s(self, tier: Tier) -> float:
+        """What is left of a card's bandwidth across a tier when all of its GPUs send at once."""
+        return self.nic_gb_s / tier.oversubscription
+
+
+def names() -> tuple[str, ...]:
+    """The profiles that ship."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load(name: str) -> Profile:
+    """A profile that ships, by name, or one of your own, by path (anything ending in .toml)."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        raise ValueError(f"no hardware profile {name!r}: give one of {', '.join(names())}, or the path of a .toml file")
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Profile)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"hardware profile {path}: {error}") from error

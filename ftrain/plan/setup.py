@@ -1,0 +1,128 @@
+"""One plan's facts, resolved once: the config, the mesh it implies, the model's sizes, the hardware, and what the planner is
+asked to assume beyond the config (schedule, recompute, what is sharded).
+
+Everything else in this package is a pure function of a `Setup`, so a question is asked again under another layout by
+replacing one field; the search does that some hundred times in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from ftrain.combinations import head_dim, kv_heads
+from ftrain.config import Config
+from ftrain.load import num_parameters
+from ftrain.parallel.partition import partition_layers
+from ftrain.parallel.shape import MeshShape, mesh_shape
+from ftrain.plan.profile import Profile
+
+Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["zero1", "fsdp", "hfsdp"]
+
+# What the figures' sources are called in full, in one place.
+DOC_A = "founding document A (500B plan)"
+DOC_B = "founding document B (Llama 3 405B)"
+MEGATRON_MEMORY = "Megatron-LM docs/distributed optimizer: bf16 with fp32 gradients, 18 | 6 + 12/d bytes"
+ZERO = "ZeRO, arXiv 1910.02054"
+SELECTIVE = "Reducing activation recomputation, arXiv 2205.05198"
+PIPELINES = "Megatron-LM on GPU clusters, arXiv 2104.04473; checked by the simulator in ftrain.parallel.timeline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a plan assumes beyond the config."""
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Virtual stages of a rank."""
+    recompute: Recompute = "none"
+    sharding: Sharding = "zero1"
+    inner: int = 1
+    """HFSDP: members of the inner group, which shares weights and gradients."""
+    sequence_parallel: bool = True
+    """Only where tp > 1: norms and residuals cut along the sequence."""
+    overlap: bool = False
+    """Gradient reduction and parameter gathering hidden behind compute; off by default, as in Megatron Core 0.19.2."""
+    params: int = 0
+    """A round number of parameters for the ideal rows; 0: the config's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A config under a hardware profile and options."""
+
+    config: Config
+    profile: Profile
+    options: Options
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The mesh; DP is what remains of the ranks."""
+        return mesh_shape(self.config)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, or the round number that was asked for."""
+        return self.options.params or num_parameters(self.config)
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.config.model.heads * head_dim(self.config)
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads (and of all value heads)."""
+        return kv_heads(self.config) * head_dim(self.config)
+
+    @property
+    def local_keys(self) -> int:
+        """Key width a TP rank holds: where tp exceeds the kv heads, they are replicated."""
+        return max(1, kv_heads(self.config) // self.mesh.tp) * head_dim(self.config)
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Sequences of an update times their length; each counted once, whatever the layout."""
+        return self.config.batch.global_batch * self.config.data.seq_len
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of the busiest replica in an update."""
+        per_replica = Fraction(self.config.batch.global_batch, self.config.batch.micro_batch * self.mesh.dp)
+        return -(-per_replica.numerator // per_replica.denominator)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation: the config's dtype; `auto` is bf16 where the hardware has a bf16 peak, else fp32."""
+        widths = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if self.profile.peak_flops else 4}
+        return widths[self.config.machine.compute_dtype]
+
+    @property
+    def sp(self) -> int:
+        """By how much norms and residuals are cut: tp under sequence parallelism, else 1."""
+        return self.mesh.tp if self.options.sequence_parallel else 1
+
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each virtual stage."""
+        return partition_layers(self.config.model.layers, self.mesh.pp * self.chunks)
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages of a rank; the V shape always has two."""
+        return 2 if self.options.schedule == "zb-v" else self.options.chunks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages of a pipeline rank."""
+        from ftrain.parallel.schedule import rank_of
+
+        placement: Literal["loop", "vee"] = "vee" if self.options.schedule == "zb-v" else "loop"
+        stages = range(self.mesh.pp * self.chunks)
+        return tuple(stage for stage in stages if rank_of(stage, num_ranks=self.mesh.pp, placement=placement) == rank)
+
+
+def layout(mesh: MeshShape) -> str:
+    """`TP8 x CP1 x PP16 x DP128 = 16,384`, in rank order, innermost first. EP is not a factor: it lives inside DP x CP."""
+    factors = " x ".join(f"{axis.upper()}{mesh.size(axis)}" for axis in mesh.order)
+    return f"{factors} = {mesh.world:,}"

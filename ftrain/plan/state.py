@@ -1,0 +1,143 @@
+"""Bytes of the training state, in the ideal even split: the founding documents' arithmetic, exact.
+
+Two conventions are in use and are often mixed. ZeRO counts 16 bytes a parameter (2 weight + 2 gradient + 12 optimizer);
+accumulating gradients in fp32, as Megatron and this engine do, makes it 18. Both are printed, never one for the other.
+The optimizer is divided by DP x CP: context parallel ranks hold the same weights, so they share its records as well.
+Dividing by DP alone (Megatron's own estimator does) is the first trap of the founding rows.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from ftrain.parallel.shape import MeshShape
+from ftrain.plan.figure import Section, Table, nbytes, number, percent, said, size, why
+from ftrain.plan.setup import DOC_A, DOC_B, MEGATRON_MEMORY, ZERO, Setup, layout
+
+WEIGHT, GRADIENT, MASTER, MOMENTS = 2, 4, 4, 8
+"""Bytes of a parameter: bf16 weight, fp32 gradient, fp32 master, two fp32 Adam moments."""
+
+STATE = WEIGHT + GRADIENT + MASTER + MOMENTS
+ZERO_STATE = 16
+"""2 weight + 2 gradient + 12 optimizer: the ZeRO paper's count, with bf16 gradients."""
+
+
+def shares(setup: Setup) -> dict[str, int]:
+    """By how much each kind of memory is divided beyond TP x PP."""
+    mesh, options = setup.mesh, setup.options
+    if options.sharding == "zero1":
+        return {"weights": 1, "gradients": 1, "master": mesh.shards, "moments": mesh.shards}
+    inner = mesh.shards if options.sharding == "fsdp" else options.inner
+    return {"weights": inner, "gradients": inner, "master": mesh.shards, "moments": mesh.shards}
+
+
+def bytes_per_param(split: dict[str, int]) -> Fraction:
+    """Bytes a rank keeps for each parameter of its TP x PP shard."""
+    widths = {"weights": WEIGHT, "gradients": GRADIENT, "master": MASTER, "moments": MOMENTS}
+    return sum((Fraction(width, split[kind]) for kind, width in widths.items()), start=Fraction(0))
+
+
+def whole(setup: Setup) -> Section:
+    """What the state of the whole model weighs, on one imaginary card."""
+    n, memory = setup.num_params, setup.profile.memory_bytes
+    gpus = setup.profile.server.gpus
+    cards = Fraction(WEIGHT * n, memory)
+    return Section(
+        title="The whole model",
+        figures=(
+            number("params", "parameters", value=n, why=why("from the model's shape, or --params", "config", N=n)),
+            nbytes("weights", "compute weights", value=WEIGHT * n, why=why("N x 2 B", DOC_A, N=n)),
+            nbytes("state_16", "state at 16 B (ZeRO)", value=ZERO_STATE * n, why=why("N x (2 + 2 + 12) B", ZERO, N=n)),
+            nbytes("state_18", "state at 18 B (fp32 gradients)", value=STATE * n, why=why("N x 18 B", MEGATRON_MEMORY, N=n)),
+            number("card_gb", "memory of one card", value=Fraction(memory, 10**9), unit="GB",
+                   why=why("from the hardware profile", setup.profile.sources["gpu"])),
+            number("server_gb", "memory of a server (not pooled: a card sees its own)", value=Fraction(gpus * memory, 10**9),
+                   unit="GB", why=why("cards x memory", DOC_A, cards=gpus, memory=memory)),
+            number("cards_weights", "cards that the weights alone fill", value=cards, digits=3,
+                   why=why("N x 2 B / memory", DOC_B, N=n, memory=memory)),
+            number("cards_weights_whole", "so at least", value=-(-cards.numerator // cards.denominator), unit="cards",
+                   why=why("rounded up", DOC_B)),
+            number("cards_state_16", "cards that 16 B a parameter fill, before activations",
+                   value=-(-ZERO_STATE * n // memory), unit="cards",
+                   why=why("ceil(N x 16 B / memory)", DOC_B, N=n, memory=memory)),
+        ),
+    )  # fmt: skip
+
+
+def per_card(setup: Setup) -> Section:
+    """What one card keeps, if every cut were even and nothing were replicated."""
+    n, mesh, split = setup.num_params, setup.mesh, shares(setup)
+    local, per_param = Fraction(n, mesh.tp * mesh.pp), bytes_per_param(shares(setup))
+    d = mesh.shards
+    rule = _rule(setup)
+    return Section(
+        title="One card, ideal even split",
+        figures=(
+            said("layout", "layout", text=layout(mesh), why=why("TP x CP x PP x DP; EP never multiplies", DOC_A)),
+            number("replicas", "replicas (DP)", value=mesh.dp,
+                   why=why("ranks / (tp x cp x pp)", DOC_A, ranks=mesh.world, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp)),
+            number("replica_cards", "cards of a replica", value=mesh.world // mesh.dp, why=why("tp x cp x pp", DOC_A)),
+            number("optimizer_divisor", "optimizer records divided by DP x CP", value=d,
+                   why=why("dp x cp: context parallel ranks hold the same weights", "Megatron intra_dp_cp_group",
+                           dp=mesh.dp, cp=mesh.cp)),
+            number("local_params", "parameters of a card", value=local / 10**9, unit="B",
+                   why=why("N / (tp x pp)", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp)),
+            nbytes("state_unsharded", "state with nothing sharded over replicas", value=local * STATE,
+                   why=why("N / (tp x pp) x 18 B", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp)),
+            number("bytes_per_param", f"bytes a parameter, {setup.options.sharding}", value=per_param, unit="B",
+                   why=why(rule, MEGATRON_MEMORY, d=d)),
+            nbytes("state", f"state, {setup.options.sharding}", value=local * per_param,
+                   why=why(f"N / (tp x pp) x ({rule})", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp, d=d)),
+            number("zero_claim_bytes", "16 B convention, optimizer alone sharded", value=4 + Fraction(12, d), unit="B",
+                   why=why("2 + 2 + 12/d", ZERO, d=d)),
+            percent("zero_claim_share", "of the unsharded 16 B", value=(4 + Fraction(12, d)) / 16,
+                    why=why("(4 + 12/d) / 16", ZERO, d=d)),
+        ),
+        tables=(_state_table(setup, split, local),),
+        notes=_denominator_note(mesh),
+    )  # fmt: skip
+
+
+def _rule(setup: Setup) -> str:
+    rules = {"zero1": "6 + 12/d", "fsdp": "18/d", "hfsdp": f"6/{setup.options.inner} + 12/d"}
+    return rules[setup.options.sharding]
+
+
+def _state_table(setup: Setup, split: dict[str, int], local: Fraction) -> Table:
+    kinds = (
+        ("weights", "bf16", WEIGHT),
+        ("gradients", "fp32", GRADIENT),
+        ("master", "fp32", MASTER),
+        ("moments", "2 x fp32", MOMENTS),
+    )
+    mesh = setup.mesh
+    over = {1: "whole on each replica", mesh.shards: f"DP x CP = {mesh.dp} x {mesh.cp}"}
+    rows = tuple(
+        (
+            kind,
+            dtype,
+            width,
+            f"1/{split[kind]}",
+            over.get(split[kind], f"inner group of {split[kind]}"),
+            size(local * width / split[kind]),
+        )
+        for kind, dtype, width in kinds
+    )
+    return Table(
+        key="state_kinds",
+        title="Four records of a parameter",
+        columns=("record", "stored as", "bytes a parameter", "part kept", "split over", "on a card"),
+        rows=rows,
+        formulas={"on a card": "N / (tp x pp) x bytes x part"},
+        source=DOC_A,
+    )
+
+
+def _denominator_note(mesh: MeshShape) -> tuple[str, ...]:
+    if mesh.cp == 1:
+        return ()
+    naive = 6 + Fraction(12, mesh.dp)
+    return (
+        f"the optimizer is divided by DP x CP = {mesh.shards}; 6 + 12/{mesh.dp} = {float(naive):g} B would divide by DP alone, "
+        "as Megatron's memory estimator does, and be too large",
+    )

@@ -1,0 +1,244 @@
+"""`ftrain plan time`: how many operations the run is, how long a step takes, how many days that is.
+
+Three clocks, from the most certain to the least: operations over an achieved rate (the founding documents' days), a predicted
+step (compute at an assumed share of the peak, the bubble of the schedule, and communication that nothing hides), and that
+step corrected by the effective time that failures leave. The model of the step is simple on purpose: it is used to rank
+layouts and to predict directions, and the report grades it afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ftrain.plan import cost, state
+from ftrain.plan.activations import working_bytes
+from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, seconds, why
+from ftrain.plan.params import shard
+from ftrain.plan.schedule import idle_of_compute
+from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
+from ftrain.plan.traffic import group_path
+from ftrain.plan.volume import volumes
+
+YEAR = 31_557_600
+"""Seconds of a Julian year."""
+
+SIX_ND = "6 N D: 2 forward and 4 backward per parameter and token (Kaplan et al. 2020)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A predicted update, in seconds of the slowest rank; the parts add up to `total`."""
+
+    compute: float
+    recompute: float
+    bubble: float
+    tp: float
+    cp: float
+    pp: float
+    dp: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.compute + self.recompute + self.bubble + self.tp + self.cp + self.pp + self.dp + self.update
+
+
+def step(setup: Setup) -> Step:
+    """The predicted step. Raises ValueError where the hardware's peak is unknown: no guess."""
+    profile, mesh = setup.profile, setup.mesh
+    if not profile.peak_flops:
+        raise ValueError(f"the profile {profile.name} names no peak: no time is predicted rather than guessed")
+    rate = profile.peak_flops * profile.assumed.kernel_share
+    stages = cost.stage_flops(setup)
+    heaviest = max(sum((stages[s] for s in setup.stages_of(rank)), start=Fraction(0)) for rank in range(mesh.pp))
+    compute = float(heaviest) * setup.microbatches / rate
+    recompute = compute * _recomputed(setup)
+    exposed = _exposed(setup)
+    inside = compute + recompute + exposed["TP"] + exposed["CP"]
+    idle = float(_idle(setup))
+    params = max(shard(setup, rank).total for rank in range(mesh.pp))
+    touched = 2 * params * (state.MASTER + state.MOMENTS) / mesh.shards + params * state.GRADIENT / mesh.shards
+    return Step(
+        compute=compute,
+        recompute=recompute,
+        bubble=inside * idle,
+        tp=exposed["TP"],
+        cp=exposed["CP"],
+        pp=exposed["PP"],
+        dp=exposed["DP x CP"],
+        update=touched / (profile.gpu.memory_gb_s * 1e9),
+    )
+
+
+def _idle(setup: Setup) -> Fraction:
+    """The schedule's idle time over compute; an interleaved count of micro-batches that does not divide reads the formula."""
+    p, m, v, name = setup.mesh.pp, setup.microbatches, setup.chunks, setup.options.schedule
+    if p == 1:
+        return Fraction(0)
+    return idle_of_compute(name, p=p, m=m if name != "interleaved" else -(-m // p) * p, v=v)
+
+
+def _recomputed(setup: Setup) -> float:
+    """Extra compute, as a share of forward + backward: a whole forward is one third."""
+    if setup.options.recompute == "none" or not working_bytes(setup):
+        return 0.0
+    return 1 / 3 if setup.options.recompute == "full" else 0.02
+
+
+def _exposed(setup: Setup) -> dict[str, float]:
+    """Seconds of communication that nothing hides: TP, CP and PP in full, DP unless its overlap is switched on."""
+    times = dict.fromkeys(("TP", "CP", "PP", "DP x CP"), 0.0)
+    for volume in volumes(setup):
+        rate = group_path(setup, volume).gb_s * setup.profile.assumed.link_share * 1e9
+        times[volume.name] = float(volume.nbytes) / rate
+    if setup.options.overlap:
+        times["DP x CP"] *= 0.1
+    return times
+
+
+def utilisation(setup: Setup, seconds_: float, *, causal: bool = True) -> float:
+    """Model FLOPs over what the peak would do in that time."""
+    return cost.step_flops(setup, causal=causal) / (seconds_ * setup.mesh.world * setup.profile.peak_flops)
+
+
+def answer(setup: Setup, *, tokens: float = 0, flops: float = 0, achieved_tflops: float = 0, effective: float = 1.0) -> Answer:
+    """The whole answer. `flops` replaces the run's operations, `achieved_tflops` the predicted rate of a GPU."""
+    total_tokens = round(tokens) or setup.config.run.steps * setup.tokens_per_update
+    operations = flops or 6.0 * setup.num_params * total_tokens
+    sections = [_batch(setup), _operations(setup, total_tokens, operations)]
+    if achieved_tflops:
+        sections.append(_days(setup, operations, achieved_tflops * 1e12, effective))
+    if setup.profile.peak_flops:
+        sections.append(_predicted(setup, total_tokens, effective))
+    return Answer(
+        command="time",
+        title=f"Time of {layout(setup.mesh)} on {setup.profile.title}",
+        sections=tuple(sections),
+        warnings=() if setup.profile.peak_flops else (f"{setup.profile.name}: peak unknown, so no MFU and no predicted step",),
+    )
+
+
+def _batch(setup: Setup) -> Section:
+    """Tokens of an update; multiplied by replicas, never by cards."""
+    config, mesh = setup.config, setup.mesh
+    micro, count = config.batch.micro_batch, config.batch.global_batch
+    sequences = Fraction(count, mesh.dp)
+    inside = mesh.world // mesh.dp
+    notes: tuple[str, ...] = ()
+    if inside > 1:
+        wrong = f"{mesh.world:,} cards" if inside == mesh.dp else f"{inside}, and not by {mesh.world:,}"
+        notes = (f"the {inside} cards of a replica work on the same sequences: multiply by {mesh.dp} replicas, not by {wrong}",)
+    return Section(
+        title="Batch",
+        figures=(
+            number("sequences", "sequences in an update", value=count,
+                   why=why("micro x count x replicas", DOC_A, micro=micro, count=setup.microbatches, replicas=mesh.dp)),
+            number("sequences_per_replica", "sequences of a replica", value=sequences,
+                   why=why("global batch / replicas", DOC_B, replicas=mesh.dp)),
+            number("microbatches", "micro-batches of the busiest replica", value=setup.microbatches,
+                   why=why("ceil(global batch / (micro x replicas))", DOC_A, micro=micro)),
+            number("tokens_per_replica", "tokens of a replica in an update", value=sequences * config.data.seq_len,
+                   why=why("sequences x seq_len", DOC_B, seq_len=config.data.seq_len)),
+            number("tokens_per_update", "tokens in an update", value=setup.tokens_per_update, unit="tokens",
+                   why=why("sequences x seq_len", DOC_A, sequences=count, seq_len=config.data.seq_len)),
+        ),
+        notes=notes,
+    )  # fmt: skip
+
+
+def _operations(setup: Setup, tokens: int, operations: float) -> Section:
+    causal, full = cost.token_flops(setup), cost.token_flops(setup, causal=False)
+    return Section(
+        title="Operations",
+        figures=(
+            number("tokens", "tokens of the run", value=tokens, why=why("steps x tokens per update, or --tokens", "config")),
+            Figure(key="flops", label="operations of the run, 6 N D", value=operations, text=f"{operations:.5g} FLOP",
+                   why=why("6 x N x D, or --flops", SIX_ND, N=setup.num_params, D=tokens)),
+            number("token_gflops", "model FLOPs of a token, causal attention halved", value=causal / 1e9, unit="GFLOP",
+                   digits=3, why=why("6 [L (h(2q + 2kv) + 3hf) + hV] + 6 L q s", "Megatron-LM num_floating_point_operations",
+                           s=setup.config.data.seq_len)),
+            number("full_attention_factor", "attention counted in full (PaLM, torchtitan) would make it", value=full / causal,
+                   unit="x", digits=2,
+                   why=why("12 L q s instead of 6 L q s", "PaLM, arXiv 2204.02311", s=setup.config.data.seq_len)),
+        ),
+    )  # fmt: skip
+
+
+def _days(setup: Setup, operations: float, achieved: float, effective: float) -> Section:
+    """The documents' arithmetic: operations over a rate, compute only."""
+    world, peak = setup.mesh.world, setup.profile.peak_flops
+    alone, together = operations / achieved, operations / (achieved * world * effective)
+    figures = [
+        number("years_on_one", "on one GPU", value=alone / YEAR, unit="years", digits=0,
+               why=why("FLOP / rate / seconds of a year", DOC_B, flop=operations, rate=achieved)),
+        number("days", f"on {world:,} GPUs, compute only" if effective == 1 else f"on {world:,} GPUs, effective time included",
+               value=together / 86400, unit="days", digits=1,
+               why=why("FLOP / (rate x GPUs x effective) / 86400", DOC_B, effective=effective)),
+    ]  # fmt: skip
+    if peak:
+        figures.append(
+            percent("mfu_achieved", f"MFU of that rate, of {peak / 1e12:g} TFLOP/s dense bf16", value=achieved / peak,
+                    why=why("rate / dense peak", setup.profile.sources["gpu"], rate=achieved, peak=peak))
+        )  # fmt: skip
+    return Section(title=f"At {achieved / 1e12:g} TFLOP/s a GPU", figures=tuple(figures), tables=_published(setup))
+
+
+def _published(setup: Setup) -> tuple[Table, ...]:
+    """What was printed for this hardware beside what the printed rate gives: quoted, not corrected."""
+    peak = setup.profile.gpu.dense_bf16_tflops
+    rows = tuple(
+        (run.what, f"{run.gpus:,}", f"{run.tflops:g}", f"{run.mfu_printed:g} %", f"{100 * run.tflops / peak:.1f} %")
+        for run in setup.profile.published
+    )
+    table = Table(
+        key="published",
+        title="Published runs on this hardware: the printed MFU is the source's own rounding and is not corrected",
+        columns=("run", "GPUs", "TFLOP/s printed", "MFU printed", "rate / peak"),
+        rows=rows,
+        formulas={"rate / peak": f"TFLOP/s / {peak:g}"},
+        source=DOC_B,
+    )
+    return (table,) if rows else ()
+
+
+def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
+    part = step(setup)
+    steps = tokens / setup.tokens_per_update
+    profile = setup.profile
+    days = part.total * steps / effective / 86400
+    names = ("compute", "recompute", "bubble", "tp", "cp", "pp", "dp", "update")
+    rows = tuple((name, seconds(getattr(part, name)), f"{100 * getattr(part, name) / part.total:.1f} %") for name in names)
+    rate = setup.tokens_per_update / part.total
+    assumed = f"kernels at {profile.assumed.kernel_share:g} of the peak, links at {profile.assumed.link_share:g}"
+    peak_name = f"{profile.gpu.dense_bf16_tflops:g} TFLOP/s dense bf16"
+    return Section(
+        title=f"Predicted step ({assumed}: assumptions, see the profile)",
+        figures=(
+            duration("step_s", "step", value=part.total, why=why("sum of the parts below", "ftrain.plan.time")),
+            number("tokens_per_s", "tokens per second", value=rate, digits=0,
+                   why=why("tokens per update / step", "ftrain.plan.time")),
+            percent("mfu", f"MFU, causal attention halved, of {peak_name}", value=utilisation(setup, part.total),
+                    why=why("model FLOPs / (step x GPUs x dense peak)", profile.sources["gpu"], peak=profile.peak_flops)),
+            percent("mfu_full", "the same with attention counted in full", value=utilisation(setup, part.total, causal=False),
+                    why=why("12 L q s convention", "PaLM, arXiv 2204.02311")),
+            number("tflops", "achieved by a GPU", value=cost.step_flops(setup) / part.total / setup.mesh.world / 1e12,
+                   unit="TFLOP/s", digits=0, why=why("model FLOPs / (step x GPUs)", "Megatron-LM's definition")),
+            number("predicted_days", f"the run at {effective:.1%} effective time" if effective < 1 else "without failures",
+                   value=days, unit="days", digits=1, why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
+        ),
+        tables=(Table(key="step_parts", title="Where the step goes", columns=("part", "time", "share"), rows=rows,
+                      formulas=_part_formulas(setup), source="ftrain.plan.time"),),
+    )  # fmt: skip
+
+
+def _part_formulas(setup: Setup) -> dict[str, str]:
+    return {
+        "compute": "slowest rank's model FLOPs / (peak x kernel share)",
+        "recompute": "1/3 of compute (full), 2 % (selective)",
+        "bubble": f"idle over compute of the {setup.options.schedule} schedule x (compute + TP + CP)",
+        "tp, cp, pp": "bytes / (rate of the slowest link x link share), nothing hidden",
+        "dp": "the same; a tenth of it with --overlap",
+        "update": "optimizer bytes read and written / memory bandwidth",
+    }

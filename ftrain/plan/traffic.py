@@ -1,0 +1,154 @@
+"""`ftrain plan traffic`: what each group sends in an update, over which link, and how long that takes at best.
+
+The order of the axes decides which group gets the fast links. So the answer ends with a check of that order: the group that
+moves most belongs innermost, and a tensor parallel group that leaves its server is refused.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, nbytes, number, seconds, size, why
+from ftrain.plan.placement import Path, key, path
+from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
+from ftrain.plan.volume import Volume, activation_bytes, ring, volumes
+
+RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of the buffer from each member"
+
+
+def group_path(setup: Setup, volume: Volume) -> Path:
+    """The slowest link of a group."""
+    return path(setup.mesh, volume.axes, key(setup.profile))
+
+
+def answer(setup: Setup, *, members: int = 0, buffer_bytes: int = 0) -> Answer:
+    """The whole answer; `members` and `buffer_bytes` ask the ring section about another ring."""
+    return Answer(
+        command="traffic",
+        title=f"Traffic of {layout(setup.mesh)} on {setup.profile.title}",
+        sections=(_links(setup), _groups(setup), _ring(setup, members, buffer_bytes), _power(setup)),
+        refusals=refusals(setup),
+        warnings=_order_warnings(setup),
+    )
+
+
+def refusals(setup: Setup) -> tuple[str, ...]:
+    """A TP group that crosses servers: it talks in every layer, and would do so over a network card."""
+    mesh, profile = setup.mesh, setup.profile
+    if mesh.tp == 1 or not path(mesh, ("tp",), key(profile)).crosses_servers:
+        return ()
+    ratio = profile.link_gb_s / profile.nic_gb_s
+    gpus = profile.server.gpus
+    return (
+        f"tensor parallel groups of {mesh.tp} in rank order {', '.join(mesh.order)} cross servers of {gpus} cards: "
+        f"every layer would exchange over a link {ratio:.3g} times slower than {profile.server.link_name}. Keep tp first in "
+        f"parallel.order, and parallel.tp a divisor of {gpus}",
+    )
+
+
+def _links(setup: Setup) -> Section:
+    profile = setup.profile
+    server, link, nic = profile.server, Fraction(profile.link_gb_s), Fraction(profile.nic_gb_s)
+    source = profile.sources["server"]
+    rows: list[tuple[Value, ...]] = [(server.link_name, server.gpus, "-", f"{decimal(link)} GB/s", f"{decimal(link)} GB/s")]
+    for tier in profile.tiers:
+        crowded = f"{profile.tier_gb_s(tier):.4g} GB/s"
+        rows.append((tier.name, f"{tier.gpus:,}", f"1:{tier.oversubscription:g}", f"{decimal(nic)} GB/s", crowded))
+    return Section(
+        title="Links, per direction",
+        figures=(
+            number("link_gb_s", f"{server.link_name}, one direction", value=link, unit="GB/s",
+                   why=why("lanes x GB/s a lane", source, lanes=server.link_lanes, per_lane=server.link_gb_s_per_lane)),
+            number("link_both_gb_s", "both directions added, as vendors print it", value=2 * link, unit="GB/s",
+                   why=why("2 x one direction", source)),
+            number("nic_gb_s", "network card of a GPU, one direction", value=nic, unit="GB/s",
+                   why=why("Gb/s / 8", source, gbit_s=server.nic_gbit_s)),
+            Figure(key="nic_over_link", label="card over " + server.link_name, value=nic / link, text=str(nic / link),
+                   why=why("nic / link", source, nic=nic, link=link)),
+        ),
+        tables=(Table(key="tiers", title="Tiers", columns=("tier", "GPUs", "oversubscription", "alone", "all at once"),
+                      rows=tuple(rows), source=profile.sources["network"]),),
+    )  # fmt: skip
+
+
+def _groups(setup: Setup) -> Section:
+    rows: list[tuple[Value, ...]] = []
+    for volume in volumes(setup):
+        way = group_path(setup, volume)
+        best = float(volume.nbytes) / (way.gb_s * 1e9)
+        crowded = float(volume.nbytes) / (way.crowded_gb_s * 1e9)
+        sent = size(volume.nbytes, digits=2)
+        rows.append((volume.name, volume.members, sent, way.link, f"{way.gb_s:.4g} GB/s", seconds(best), seconds(crowded)))
+    table = Table(
+        key="groups",
+        title="Sent by the busiest rank in one update",
+        columns=("group", "members", "sent", "slowest link", "rate", "time", "if all cross at once"),
+        rows=tuple(rows),
+        formulas={volume.name: volume.formula for volume in volumes(setup)},
+        source="ring collectives; bandwidth only, no latency",
+    )
+    hop = activation_bytes(setup) / setup.sp
+    return Section(
+        title="Groups",
+        figures=(
+            number("tp_all_reduces", "TP all-reduces of a layer (2 forward, 2 backward)", value=4 if setup.mesh.tp > 1 else 0,
+                   why=why("column then row: one exchange in attention, one in the MLP, each way",
+                           "Megatron-LM, arXiv 1909.08053")),
+            nbytes("hop", "one hand-off between stages", value=hop,
+                   why=why("w sbh / (c r): an activation; weights stay where they are", DOC_A, r=setup.sp, c=setup.mesh.cp)),
+        ),
+        tables=(table,),
+    )  # fmt: skip
+
+
+def _ring(setup: Setup, members: int, buffer_bytes: int) -> Section:
+    profile = setup.profile
+    n = members or setup.mesh.shards
+    gradients = next((v.nbytes for v in volumes(setup) if v.name.startswith("DP")), Fraction(0)) * 4 / 6
+    buffer = buffer_bytes or (gradients * n / (n - 1) if n > 1 else Fraction(0))
+    sent = ring(n) * buffer
+    return Section(
+        title=f"A ring all-reduce over {n}",
+        figures=(
+            number("ring_factor", "sent by a member, per byte of the buffer", value=ring(n),
+                   why=why("2 (N-1)/N", RING, N=n)),
+            number("ring_steps", "steps", value=2 * (n - 1),
+                   why=why("N-1 to reduce, N-1 to spread", DOC_B, N=n)),
+            nbytes("ring_buffer", "buffer", value=buffer, digits=None if buffer_bytes else 2,
+                   why=why("fp32 gradients of a rank, or --size", DOC_B)),
+            nbytes("ring_sent", "sent by each member", value=sent, digits=2,
+                   why=why("2 (N-1)/N x buffer", RING, N=n, buffer=buffer)),
+            number("ring_nic", f"at {profile.nic_gb_s:g} GB/s (network card)", value=float(sent) / (profile.nic_gb_s * 1e9),
+                   unit="s", digits=3, why=why("sent / rate, bandwidth only; normally overlapped", DOC_B, sent=sent)),
+            number("ring_link", f"at {profile.link_gb_s:g} GB/s ({profile.server.link_name})", unit="s", digits=4,
+                   value=float(sent) / (profile.link_gb_s * 1e9), why=why("sent / rate, bandwidth only", DOC_B, sent=sent)),
+        ),
+    )  # fmt: skip
+
+
+def _power(setup: Setup) -> Section:
+    watts = setup.profile.gpu.power_w
+    total = Fraction(watts) * setup.mesh.world / 10**6
+    return Section(
+        title="Power",
+        figures=(
+            number("gpu_power_mw", "GPUs of the job at full load", value=total, unit="MW", digits=2,
+                   why=why("ranks x W", setup.profile.sources["gpu"], ranks=setup.mesh.world, watts=watts)),
+        ),
+        notes=("a synchronous stop (a collective, a checkpoint, a failure) swings the site by up to this much, plus servers "
+               "and cooling: Llama 3 reports tens of MW",),
+    )  # fmt: skip
+
+
+def _order_warnings(setup: Setup) -> tuple[str, ...]:
+    """Inner axes should move more than outer ones."""
+    moved = {volume.axes[-1]: volume for volume in volumes(setup)}
+    order = [axis for axis in setup.mesh.order if axis in moved]
+    pairs = [(a, b) for a, b in pairwise(order) if moved[a].nbytes < moved[b].nbytes]
+    return tuple(
+        f"{b.upper()} moves {size(moved[b].nbytes, digits=1)} but lies outside {a.upper()}, which moves "
+        f"{size(moved[a].nbytes, digits=1)}: the inner axis has the faster links"
+        for a, b in pairs
+        if group_path(setup, moved[b]).gb_s < group_path(setup, moved[a]).gb_s
+    )

@@ -1,0 +1,80 @@
+"""Bytes that one rank sends in one update, group by group. Pure arithmetic; `ftrain.plan.traffic` explains it.
+
+All collectives are counted as rings, which send the least possible: a member of an all-reduce over N sends 2 (N-1)/N of the
+buffer, of a reduce-scatter or an all-gather (N-1)/N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ftrain.config import Axis
+from ftrain.plan import state
+from ftrain.plan.params import shard
+from ftrain.plan.setup import Setup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """What one kind of group moves."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    members: int
+    nbytes: Fraction
+    """Sent by the busiest rank in one update."""
+    formula: str
+
+
+def ring(members: int) -> Fraction:
+    """Share of the buffer that a member of a ring all-reduce sends: 2 (N-1)/N, the lower bound for any all-reduce."""
+    return Fraction(2 * (members - 1), members)
+
+
+def half_ring(members: int) -> Fraction:
+    """The same for a reduce-scatter, or for an all-gather."""
+    return Fraction(members - 1, members)
+
+
+def activation_bytes(setup: Setup) -> Fraction:
+    """A whole hidden activation of one micro-batch on one CP rank."""
+    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
+    return setup.width * tokens * setup.config.model.hidden
+
+
+def volumes(setup: Setup) -> tuple[Volume, ...]:
+    """Every group of more than one member, innermost axis first."""
+    mesh, m = setup.mesh, setup.microbatches
+    layers = max(shard(setup, rank).layers for rank in range(mesh.pp))
+    found = (
+        Volume(name="TP", axes=("tp",), members=mesh.tp, nbytes=4 * ring(mesh.tp) * activation_bytes(setup) * layers * m,
+               formula="4 x 2(t-1)/t x w sbh/c x layers x m (2 forward, 2 backward; with SP as all-gather + reduce-scatter)"),
+        Volume(name="CP", axes=("cp",), members=mesh.cp, nbytes=_context(setup) * layers * m,
+               formula="3 x (c-1) x 2 x (s/c) b kv/t x w x layers x m (forward once, backward about twice)"),
+        Volume(name="PP", axes=("pp",), members=mesh.pp, nbytes=_pipeline(setup) * m,
+               formula="2 x w sbh/(c r) x v x m (activations on, gradients back; never weights)"),
+        _data(setup),
+    )  # fmt: skip
+    return tuple(volume for volume in found if volume.members > 1)
+
+
+def _context(setup: Setup) -> Fraction:
+    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
+    return 3 * (setup.mesh.cp - 1) * 2 * tokens * setup.local_keys * setup.width
+
+
+def _pipeline(setup: Setup) -> Fraction:
+    return 2 * activation_bytes(setup) / setup.sp * setup.chunks
+
+
+def _data(setup: Setup) -> Volume:
+    mesh, m = setup.mesh, setup.microbatches
+    params = max(shard(setup, rank).total for rank in range(mesh.pp))
+    once = half_ring(mesh.shards) * params
+    if setup.options.sharding == "zero1":
+        nbytes, formula = once * (state.GRADIENT + state.WEIGHT), "(d-1)/d x params x (4 B reduce-scatter + 2 B all-gather)"
+    else:
+        nbytes = once * (2 * state.WEIGHT + state.GRADIENT) * m
+        formula = "(d-1)/d x params x (2 x 2 B all-gather + 4 B reduce-scatter) x m"
+    return Volume(name="DP x CP", axes=("cp", "dp"), members=mesh.shards, nbytes=nbytes, formula=formula)
