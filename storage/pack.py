@@ -49,7 +49,7 @@ Attribute = str | int | float | bool | list[str]
 Bytes = NDArray[np.uint8]
 
 
-class ArraySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArraySpec(Struct, frozen=True, kw_only=True):
     """One named array of the logical state: full shape, type, and the grid it is stored on."""
 
     name: str
@@ -69,7 +69,7 @@ class ArraySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * self.itemsize
 
 
-class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Part(Struct, frozen=True, kw_only=True):
     """One box of one array, and the byte offset of its first chunk in the pack."""
 
     array: str

@@ -1,0 +1,314 @@
+"""The index of a checkpoint: which arrays it has, and where each box of them lies.
+
+A 500B model on 5,120 writers has two million boxes, so they are columns of integers, not objects: a reader holds them in a few
+NumPy arrays, checks all of them at once, and finds the boxes it needs without looping over the others. The rest (arrays, packs,
+digests, progress) is plain JSON at the front, which any tool shows.
+
+    bytes 0..8     magic "ftrainM1"
+    8..12          crc32c of everything that follows, little endian
+    12..16         length of the header, little endian
+    16..           header: JSON (see Header)
+    then           the columns named in the header, each a zlib stream of little-endian unsigned integers
+
+`decode` believes nothing: whatever is wrong ends in a `FormatError`, and it never allocates more than the header's own counts
+ask for, which are capped.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import google_crc32c
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from storage.errors import FormatError
+from storage.pack import ArraySpec, Part
+from storage.parts import MAX_NDIM, PartTable, spec_problems, table_problems
+from storage.record import decode_json
+
+__all__ = ["FORMAT_VERSION", "MAX_MANIFEST_BYTES", "Manifest", "PackInfo", "PackManifest", "decode"]
+
+FORMAT_VERSION = 1
+"""Written by this version, and the newest that it can read."""
+
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_COLUMN_BYTES = 1 << 30
+"""All columns unpacked, as stored: more than 30 million boxes. Against decompression bombs."""
+
+MAGIC = b"ftrainM1"
+POSITION_UNIT = 64
+_PACK_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_ARRAY_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+_RESERVED = (".", "..", "zarr.json")
+
+Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+class PackInfo(Struct, frozen=True, kw_only=True):
+    """One pack: its name inside the checkpoint's folder, and its size."""
+
+    name: str
+    nbytes: Natural
+
+
+class PackManifest(Struct, frozen=True, kw_only=True):
+    """What one writer delivers: its pack, the boxes in it, and what they contribute to each array's digest."""
+
+    pack: PackInfo
+    arrays: list[ArraySpec]
+    parts: list[Part]
+    digests: dict[str, int]
+
+    def encode(self) -> bytes:
+        """As JSON, for sending."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> PackManifest:
+        """From JSON; `FormatError` if it is none."""
+        return decode_json(data, cls, key="pack manifest")
+
+
+class Column(Struct, frozen=True, kw_only=True):
+    """One column of the part table: name, stored type, length of its zlib stream."""
+
+    name: str
+    dtype: str
+    nbytes: Natural
+
+
+class Header(Struct, frozen=True, kw_only=True):
+    """The JSON at the front. Unknown fields are ignored: `min_reader` says who may not read on."""
+
+    format: str
+    format_version: int
+    min_reader: int
+    step: Natural
+    epoch: Natural
+    attempt: Natural
+    created_s: float
+    arrays: list[ArraySpec]
+    digests: dict[str, str]
+    packs: list[PackInfo]
+    num_parts: Natural
+    ndim: Annotated[int, Meta(ge=0, le=MAX_NDIM)]
+    columns: list[Column]
+    progress: dict[str, Any]
+
+
+class Versions(Struct, frozen=True, kw_only=True):
+    """The two fields that every future version keeps."""
+
+    format_version: int
+    min_reader: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Manifest:
+    """What a checkpoint is made of. Built by `storage.merge.merge`, or read back by `decode`."""
+
+    step: int
+    epoch: int
+    attempt: int
+    created_s: float
+    arrays: tuple[ArraySpec, ...]
+    """Sorted by name."""
+    packs: tuple[PackInfo, ...]
+    table: PartTable
+    digests: dict[str, int]
+    """Array name -> layout-free digest of its values."""
+    progress: dict[str, Any]
+    """The run's own record: step, data cursor, seeds. Never needed to read arrays."""
+    format_version: int = FORMAT_VERSION
+    min_reader: int = FORMAT_VERSION
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packs."""
+        return sum(p.nbytes for p in self.packs)
+
+    @property
+    def parts(self) -> Iterator[tuple[PackInfo, Part]]:
+        """Every part and its pack, as objects. For small checkpoints and for people; code works on `table`."""
+        for row in range(len(self.table)):
+            yield self.packs[int(self.table.pack[row])], self.table.part(row, self.arrays)
+
+    def array(self, name: str) -> ArraySpec:
+        """The array of this name; KeyError if there is none."""
+        return self.arrays[self.index[name]]
+
+    @property
+    def index(self) -> dict[str, int]:
+        """Array name -> index in `arrays` and in the table."""
+        cached: dict[str, int] | None = self.__dict__.get("_index")
+        if cached is None:
+            cached = {spec.name: i for i, spec in enumerate(self.arrays)}
+            self.__dict__["_index"] = cached
+        return cached
+
+    def problems(self) -> list[str]:
+        """Which rules of the format it breaks; the exact tiling of each array is `merge`'s and the reader's business."""
+        found = [p for spec in self.arrays for p in spec_problems(spec)] + _name_problems(self)
+        return found or table_problems(self.table, self.arrays, [p.nbytes for p in self.packs])
+
+    def encode(self) -> bytes:
+        """The manifest's bytes."""
+        streams, columns = [], []
+        for name, values in _columns(self.table):
+            dtype = _narrowest(values)
+            streams.append(zlib.compress(values.astype(dtype).tobytes()))
+            columns.append(Column(name=name, dtype=dtype, nbytes=len(streams[-1])))
+        header = Header(
+            format="ftrain-checkpoint",
+            format_version=self.format_version,
+            min_reader=self.min_reader,
+            step=self.step,
+            epoch=self.epoch,
+            attempt=self.attempt,
+            created_s=self.created_s,
+            arrays=list(self.arrays),
+            digests={name: f"{value:016x}" for name, value in self.digests.items()},
+            packs=list(self.packs),
+            num_parts=len(self.table),
+            ndim=self.table.offset.shape[1],
+            columns=columns,
+            progress=self.progress,
+        )
+        raw = msgspec.json.encode(header)
+        body = b"".join([struct.pack("<I", len(raw)), raw, *streams])
+        return MAGIC + struct.pack("<I", google_crc32c.value(body)) + body
+
+
+def decode(data: bytes, *, key: str = "manifest") -> Manifest:
+    """The manifest in `data`, checked against every rule; `FormatError` naming `key` if it breaks one."""
+    header, rest = _split(data, key)
+    if header.format != "ftrain-checkpoint":
+        raise FormatError(f"{key} is not a checkpoint manifest", key)
+    table = _read_table(header, rest, key)
+    manifest = Manifest(
+        step=header.step,
+        epoch=header.epoch,
+        attempt=header.attempt,
+        created_s=header.created_s,
+        arrays=tuple(header.arrays),
+        packs=tuple(header.packs),
+        table=table,
+        digests=_digests(header, key),
+        progress=header.progress,
+        format_version=header.format_version,
+        min_reader=header.min_reader,
+    )
+    problems = manifest.problems()
+    if problems:
+        raise FormatError(f"{key} breaks the format: {'; '.join(problems[:8])}", key)
+    return manifest
+
+
+def _split(data: bytes, key: str) -> tuple[Header, memoryview]:
+    if len(data) > MAX_MANIFEST_BYTES or len(data) < 16 or data[:8] != MAGIC:
+        raise FormatError(f"{key} is not a manifest of this format ({len(data)} bytes)", key)
+    crc, length = struct.unpack_from("<II", data, 8)
+    if google_crc32c.value(data[12:]) != crc:
+        raise FormatError(f"{key} does not match its own checksum", key)
+    if 16 + length > len(data):
+        raise FormatError(f"{key} ends inside its header", key)
+    raw = data[16 : 16 + length]
+    versions = decode_json(raw, Versions, key=key)
+    if versions.min_reader > FORMAT_VERSION:
+        wanted = f"needs a reader of version {versions.min_reader}, this one has version {FORMAT_VERSION}"
+        raise FormatError(f"{key} {wanted}: install a newer release", key)
+    return decode_json(raw, Header, key=key), memoryview(data)[16 + length :]
+
+
+def _columns(table: PartTable) -> list[tuple[str, NDArray[np.int64]]]:
+    """The stored columns, in order. Positions count in units of 64 bytes, offsets and shapes in elements."""
+    ndim = table.offset.shape[1]
+    boxes = [
+        (f"{what}{k}", matrix[:, k]) for what, matrix in (("offset", table.offset), ("shape", table.shape)) for k in range(ndim)
+    ]
+    return [("array", table.array), ("pack", table.pack), ("position", table.position // POSITION_UNIT), *boxes]
+
+
+def _narrowest(values: NDArray[np.int64]) -> str:
+    top = int(values.max(initial=0))
+    return next(f"<u{n}" for n in (1, 2, 4, 8) if top < 1 << (8 * n))
+
+
+def _read_table(header: Header, rest: memoryview, key: str) -> PartTable:
+    names = [
+        "array",
+        "pack",
+        "position",
+        *(f"offset{k}" for k in range(header.ndim)),
+        *(f"shape{k}" for k in range(header.ndim)),
+    ]
+    if [c.name for c in header.columns] != names or any(c.dtype not in ("<u1", "<u2", "<u4", "<u8") for c in header.columns):
+        raise FormatError(f"{key} has unknown columns", key)
+    if sum(c.nbytes for c in header.columns) != len(rest):
+        raise FormatError(f"{key} has {len(rest)} bytes of columns, its header says otherwise", key)
+    if header.num_parts * sum(int(c.dtype[2]) for c in header.columns) > MAX_COLUMN_BYTES:
+        raise FormatError(f"{key} claims {header.num_parts} parts", key)
+    values, at = [], 0
+    for column in header.columns:
+        values.append(_inflate(rest[at : at + column.nbytes], column, header.num_parts, key))
+        at += column.nbytes
+    ndim, rows = header.ndim, header.num_parts
+    boxes = values[3:]
+    return PartTable(
+        array=values[0],
+        pack=values[1],
+        position=values[2] * POSITION_UNIT,
+        offset=np.stack(boxes[:ndim], axis=1) if ndim else np.zeros((rows, 0), np.int64),
+        shape=np.stack(boxes[ndim:], axis=1) if ndim else np.zeros((rows, 0), np.int64),
+    )
+
+
+def _inflate(stream: memoryview, column: Column, rows: int, key: str) -> NDArray[np.int64]:
+    nbytes = rows * int(column.dtype[2])
+    inflater = zlib.decompressobj()
+    try:
+        raw = inflater.decompress(stream, nbytes + 1)
+    except zlib.error as problem:
+        raise FormatError(f"{key}: column {column.name} cannot be unpacked: {problem}", key) from problem
+    if len(raw) != nbytes or not inflater.eof or inflater.unused_data:
+        raise FormatError(f"{key}: column {column.name} does not have {rows} rows", key)
+    values = np.frombuffer(raw, column.dtype)
+    if values.max(initial=0) > 1 << 56:
+        raise FormatError(f"{key}: column {column.name} has a number out of range", key)
+    return values.astype(np.int64)
+
+
+def _digests(header: Header, key: str) -> dict[str, int]:
+    if any(not re.fullmatch("[0-9a-f]{16}", text) for text in header.digests.values()):
+        raise FormatError(f"{key}: a digest is not 16 hexadecimal digits", key)
+    return {name: int(text, 16) for name, text in header.digests.items()}
+
+
+def _name_problems(manifest: Manifest) -> list[str]:
+    names, packs = [s.name for s in manifest.arrays], [p.name for p in manifest.packs]
+    problems = [f"array name {n[:80]!r} is not allowed" for n in names if not _array_name_allowed(n)]
+    problems += [f"pack name {n[:80]!r} is not allowed" for n in packs if not _PACK_NAME.fullmatch(n)]
+    if names != sorted(set(names)) or len(set(packs)) != len(packs):
+        problems.append("names are not sorted, or not unique")
+    groups = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
+    problems += [f"array {n} has the name of a group" for n in names if n in groups]
+    if set(manifest.digests) != set(names):
+        problems.append("the digests are not those of the arrays")
+    return problems
+
+
+def _array_name_allowed(name: str) -> bool:
+    segments = name.split("/")
+    return (
+        len(name) <= 512
+        and bool(_ARRAY_NAME.fullmatch(name))
+        and not any(s in _RESERVED or s.startswith("__") for s in segments)
+    )

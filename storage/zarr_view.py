@@ -1,0 +1,171 @@
+"""Anyone can read a checkpoint: the same index once more, as an fsspec reference file that shows a Zarr v3 group.
+
+    zarr.open_group("reference::s3://bucket/run/checkpoints/step-00001000/e0004-a0007.zarr.json", mode="r")
+
+A chunk in a pack is exactly what Zarr's `bytes` and `crc32c` codecs make, so the references point straight into the packs and
+stock zarr checks every checksum. Three things need care:
+
+- Stock zarr has no bfloat16, and refuses even to list a consolidated group that holds one: bfloat16 arrays are shown as their
+  uint16 bits with the attribute dtype="bfloat16". `open_zarr` shows them as float32 that hold exactly the bfloat16 values
+  (NumPy has no bfloat16), by a codec that is registered only when it is called.
+- A missing chunk reads as the fill value, so the fill value is NaN (for integers the most extreme one): never a plausible zero.
+- The pack's folder is a template: a copy opens with storage_options={"template_overrides": {"u": NEW_FOLDER}}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from storage.keys import view_name
+from storage.manifest import Manifest
+from storage.pack import ArraySpec, PartGeometry
+from storage.parts import Ints
+from storage.record import decode_json
+
+if TYPE_CHECKING:
+    import zarr
+
+__all__ = ["MAX_GROUP_CHUNKS", "open_zarr", "reference_files", "reference_json", "register_bfloat16"]
+
+MAX_GROUP_CHUNKS = 100_000
+"""Above this number of chunks there is one reference file per array, and no group file."""
+
+BFLOAT16_NAN = 0x7FC0
+BFLOAT16_CODEC = "ftrain.bfloat16"
+
+Refs = dict[str, str | list[str | int]]
+
+
+def reference_files(manifest: Manifest, *, base_url: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the reference files that a checkpoint in `base_url` has."""
+    if _num_chunks(manifest) <= MAX_GROUP_CHUNKS:
+        yield view_name(manifest.epoch, manifest.attempt), reference_json(manifest, base_url=base_url)
+        return
+    for number, spec in enumerate(manifest.arrays):
+        refs: Refs = {"zarr.json": _text(array_metadata(spec)), **_chunk_refs(manifest, number, "")}
+        yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
+
+
+def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
+    """The reference file of the whole checkpoint, as one Zarr group."""
+    names = [spec.name for spec in manifest.arrays]
+    groups = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
+    metadata = {group: group_metadata({}) for group in sorted(groups)}
+    metadata |= {spec.name: array_metadata(spec) for spec in manifest.arrays}
+    root = group_metadata({"format": "ftrain-checkpoint", "step": manifest.step})
+    refs: Refs = {"zarr.json": _text(root | {"consolidated_metadata": _consolidated(metadata)})}
+    refs |= {f"{name}/zarr.json": _text(content) for name, content in metadata.items()}
+    for number, name in enumerate(names):
+        refs.update(_chunk_refs(manifest, number, f"{name}/"))
+    return _reference(refs, base_url)
+
+
+def group_metadata(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The zarr.json of a group."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def _consolidated(metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Without it, stock zarr cannot list the members of an inner group through a reference file system."""
+    return {"kind": "inline", "must_understand": False, "metadata": metadata}
+
+
+def array_metadata(spec: ArraySpec) -> dict[str, Any]:
+    """The zarr.json of one array, for stock zarr."""
+    bfloat16 = spec.dtype == "bfloat16"
+    endian = {"configuration": {"endian": "little"}} if spec.itemsize > 1 else {}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": spec.shape,
+        "data_type": "uint16" if bfloat16 else spec.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": spec.tile}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill_value(spec.dtype),
+        "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
+        "attributes": {**spec.attributes, **({"dtype": "bfloat16"} if bfloat16 else {})},
+        "storage_transformers": [],
+    }
+
+
+def _fill_value(dtype: str) -> str | int | bool:
+    if dtype == "bfloat16":
+        return BFLOAT16_NAN
+    if dtype == "bool":
+        return True
+    kind = np.dtype(dtype)
+    if kind.kind == "f":
+        return "NaN"
+    return int(np.iinfo(kind).max if kind.kind == "u" else np.iinfo(kind).min)
+
+
+def _num_chunks(manifest: Manifest) -> int:
+    table = manifest.table
+    tiles = np.ones_like(table.shape)
+    for number, spec in enumerate(manifest.arrays):
+        tiles[table.array == number, : len(spec.tile)] = spec.tile
+    return int((-(-table.shape // tiles)).prod(axis=1).sum())
+
+
+def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Refs:
+    """Chunk key -> [pack, byte offset, length] of one array, in the order the chunks lie."""
+    spec, table, refs = manifest.arrays[number], manifest.table, Refs()
+    for row in table.rows_of(number).tolist():
+        offset, shape = table.box(row, len(spec.shape))
+        geometry = PartGeometry.of(spec, shape)
+        first = np.array([o // t for o, t in zip(offset, spec.tile, strict=True)], np.int64)
+        cells: Ints = np.indices(geometry.grid, dtype=np.int64).reshape(len(spec.shape), geometry.num_chunks).T + first
+        url, position = "{{u}}/" + manifest.packs[int(table.pack[row])].name, int(table.position[row])
+        for at, cell in enumerate(cells.tolist()):
+            key = "/".join(["c", *map(str, cell)])
+            refs[prefix + key] = [url, position + at * geometry.stride, geometry.stride]
+    return refs
+
+
+def _reference(refs: Refs, base_url: str) -> bytes:
+    return msgspec.json.encode({"version": 1, "templates": {"u": base_url.rstrip("/")}, "refs": refs})
+
+
+def _text(content: dict[str, Any]) -> str:
+    return msgspec.json.encode(content).decode()
+
+
+def open_zarr(url: str, *, storage_options: dict[str, Any] | None = None) -> zarr.Group:
+    """The Zarr group of a reference file (a path or URL), with bfloat16 arrays as float32 of the same values.
+
+    `storage_options` go to fsspec's reference file system, for example {"template_overrides": {"u": NEW_FOLDER}}.
+    """
+    import fsspec
+    import zarr
+
+    register_bfloat16()
+    with fsspec.open(url, "rb") as file:
+        view = decode_json(file.read(), dict[str, Any], key=url)
+    for key, content in view["refs"].items():
+        if key.endswith("zarr.json"):
+            view["refs"][key] = _text(_as_bfloat16(decode_json(content.encode(), dict[str, Any], key=key)))
+    options = {"fo": view, **(storage_options or {})}
+    return zarr.open_group("reference://", mode="r", storage_options=options)
+
+
+def _as_bfloat16(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The same metadata, with every array of bfloat16 bits shown as float32."""
+    members = metadata.get("consolidated_metadata", {}).get("metadata", {})
+    for name, member in members.items():
+        members[name] = _as_bfloat16(member)
+    if metadata["node_type"] == "array" and metadata["attributes"].get("dtype") == "bfloat16":
+        metadata |= {"data_type": "float32", "fill_value": "NaN", "codecs": [{"name": BFLOAT16_CODEC}, *metadata["codecs"]]}
+    return metadata
+
+
+def register_bfloat16() -> None:
+    """Teach this process's zarr the codec that shows bfloat16 bits as float32. Imports zarr; harmless when called again."""
+    from zarr.registry import register_codec
+
+    from storage.zarr_bfloat16 import BFloat16Codec
+
+    register_codec(BFLOAT16_CODEC, BFloat16Codec)
