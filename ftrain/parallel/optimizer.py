@@ -1,0 +1,202 @@
+"""AdamW with its state cut over the replicas (ZeRO-1), on flat aligned buffers.
+
+Per bucket, N elements and R replicas:
+
+    weights    bf16, N      what forward and backward read; whole on every replica
+    main_grad  fp32, N      what backward adds to; whole on every replica
+    master, exp_avg, exp_avg_sq   fp32, N/R   the state of this replica's region
+
+    backward adds to main_grad              (all micro-batches)
+    reduce-scatter main_grad                summed gradients of my region, in place
+    AdamW on my region                      bit-equal to torch.optim.AdamW(foreach=False) on the same gradients
+    weights of my region = bf16(master)     round to nearest even: the invariant of the whole state
+    all-gather weights                      in place
+
+Gradients are summed in fp32, never in bf16: a bf16 reduction depends on the order of the ranks. The update goes over the
+region in blocks that stay in cache, each element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ftrain.config import Optimizer
+from ftrain.parallel.arrays import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS, StatePiece, StateTypes, dtype_name
+from ftrain.parallel.buckets import Bucket, Part
+from ftrain.parallel.layout import is_owner
+from ftrain.parallel.mesh import Mesh
+from ftrain.parallel.norm import sum_of_squares
+
+BLOCK = 1 << 15  # elements of a cache-sized block on CPU
+
+
+class View(NamedTuple):
+    """A parameter as the model sees it."""
+
+    weight: torch.Tensor
+    main_grad: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The buffers of one bucket: whole ones for the model, and this replica's region of the state."""
+
+    bucket: Bucket
+    parts: tuple[Part, ...]  # what this replica's region holds
+    weights: torch.Tensor
+    main_grad: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+class ShardedAdamW:
+    """The optimizer of one rank. Every method that communicates is called by all ranks in the same order."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], *, mesh: Mesh, device: torch.device, types: StateTypes, options: Optimizer
+    ) -> None:
+        self.mesh, self.device, self.types, self.options = mesh, device, types, options
+        self.regions = tuple(self._allocate(bucket) for bucket in buckets)
+        self._scratch = torch.empty(self._block, dtype=types.state, device=device)
+
+    def _allocate(self, bucket: Bucket) -> Region:
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+
+        weights, main_grad = zeros(bucket.numel, self.types.weights), zeros(bucket.numel, self.types.state)
+        state = (zeros(bucket.region, self.types.state) for _ in range(3))
+        return Region(bucket, bucket.parts(self.mesh.shard), weights, main_grad, *state)
+
+    @property
+    def _block(self) -> int:
+        largest = max((region.bucket.region for region in self.regions), default=1)
+        return min(BLOCK, largest) if self.device.type == "cpu" else largest
+
+    def views(self) -> dict[str, View]:
+        """The weights and gradients of every parameter this rank computes with, by name: views, valid for good."""
+        return {
+            slot.spec.name: View(
+                region.weights[slot.start : slot.stop].view(slot.box.shape),
+                region.main_grad[slot.start : slot.stop].view(slot.box.shape),
+            )
+            for region in self.regions
+            for slot in region.bucket.slots
+        }
+
+    def pieces(self) -> list[StatePiece]:
+        """The state this rank holds, box by box; the `owner` of several identical ones writes it."""
+        return [piece for region in self.regions for part in region.parts for piece in self._pieces(region, part)]
+
+    def _pieces(self, region: Region, part: Part) -> Iterator[StatePiece]:
+        owner = is_owner(part.spec, self.mesh.coordinate)
+        slots = {WEIGHTS: region.master, MASTER: region.master, EXP_AVG: region.exp_avg, EXP_AVG_SQ: region.exp_avg_sq}
+        for slot, flat in slots.items():
+            tensor = flat[part.start : part.stop].view(part.box.shape)
+            yield StatePiece(f"{slot}/{part.spec.name}", part.box, tensor, dtype_name(self.types.of(slot)), owner)
+
+    def fill_masters(self, fill: Callable[[torch.Tensor, Part], None]) -> None:
+        """Set every box of the master weights by `fill`, moments to zero, and the weights accordingly."""
+        for region in self.regions:
+            for part in region.parts:
+                fill(region.master[part.start : part.stop].view(part.box.shape), part)
+            region.exp_avg.zero_()
+            region.exp_avg_sq.zero_()
+        self.publish()
+
+    def publish(self) -> None:
+        """Weights of this region = rounded masters, then everybody's to everybody. Also after a load."""
+        for region in self.regions:
+            self.mesh.region(region.weights).copy_(region.master)
+            self.mesh.all_gather(region.weights)
+
+    def zero_grad(self) -> None:
+        """Before the first micro-batch of an update."""
+        for region in self.regions:
+            region.main_grad.zero_()
+
+    def reduce_grads(self) -> None:
+        """Sum the gradients over the replicas; afterwards each holds those of its own region."""
+        for region in self.regions:
+            self.mesh.reduce_scatter(region.main_grad)
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """This rank's share of the squared norm of the reduced gradients, fp64."""
+        return sum_of_squares(self._owned_grads(), self.device)
+
+    def _owned_grads(self) -> Iterator[torch.Tensor]:
+        for region in self.regions:
+            mine = self.mesh.region(region.main_grad)
+            if all(is_owner(part.spec, self.mesh.coordinate) for part in region.parts):
+                yield mine  # padding is zero
+            else:
+                yield from (mine[part.start : part.stop] for part in region.parts if is_owner(part.spec, self.mesh.coordinate))
+
+    def update(self, *, lr: float, number: int, factor: float) -> None:
+        """AdamW number `number` (from 1) on this rank's region, with gradients times `factor`; then publish the weights."""
+        adam = _Constants.of(self.options, lr, number)
+        for region in self.regions:
+            grad, weights = self.mesh.region(region.main_grad), self.mesh.region(region.weights)
+            for block, decay in self._blocks(region):
+                if factor != 1.0:
+                    grad[block].mul_(factor)
+                state = (region.master[block], region.exp_avg[block], region.exp_avg_sq[block])
+                _adamw(grad[block], *state, self._scratch[: block.stop - block.start], adam, decay)
+                weights[block].copy_(region.master[block])
+            self.mesh.all_gather(region.weights)
+
+    def _blocks(self, region: Region) -> Iterator[tuple[slice, bool]]:
+        """The region in cache-sized blocks of one weight-decay group each; padding goes with what it follows."""
+        for start, stop, decay in _decay_runs(region):
+            for first in range(start, stop, self._block):
+                yield slice(first, min(first + self._block, stop)), decay
+
+
+def _decay_runs(region: Region) -> list[tuple[int, int, bool]]:
+    runs: list[tuple[int, int, bool]] = []
+    for part in region.parts:
+        if runs and runs[-1][2] == part.spec.decay:
+            runs[-1] = (runs[-1][0], part.stop, part.spec.decay)
+        else:
+            runs.append((part.start, part.stop, part.spec.decay))
+    return runs
+
+
+class _Constants(NamedTuple):
+    """The scalars of one update, as torch.optim.AdamW computes them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    shrink: float  # 1 - lr x weight decay
+    step_size: float
+    root_correction2: float
+
+    @staticmethod
+    def of(options: Optimizer, lr: float, number: int) -> _Constants:
+        correction1 = 1 - options.beta1**number
+        correction2 = 1 - options.beta2**number
+        shrink = 1 - lr * options.weight_decay
+        return _Constants(options.beta1, options.beta2, options.eps, shrink, lr / correction1, correction2**0.5)
+
+
+def _adamw(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scratch: torch.Tensor,
+    adam: _Constants,
+    decay: bool,
+) -> None:
+    """One block, in the order of operations of torch.optim.AdamW(foreach=False) (Loshchilov and Hutter, arXiv 1711.05101)."""
+    if decay:
+        master.mul_(adam.shrink)
+    exp_avg.lerp_(grad, 1 - adam.beta1)
+    exp_avg_sq.mul_(adam.beta2).addcmul_(grad, grad, value=1 - adam.beta2)
+    denominator = torch.sqrt(exp_avg_sq, out=scratch).div_(adam.root_correction2).add_(adam.eps)
+    master.addcdiv_(exp_avg, denominator, value=-adam.step_size)

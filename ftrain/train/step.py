@@ -1,0 +1,192 @@
+"""The engine: one update of the whole model by all ranks, and the state that it changes.
+
+    how many tokens count, over all replicas          one int64 all-reduce, before the first forward
+    forward and backward of each of my micro-batches  gradients of (summed loss / that number), added to main_grad
+    sum the gradients over the replicas               reduce-scatter, fp32
+    vote                                              one fp64 all-reduce: norm, finite or not, loss, wishes
+    update my region, publish the weights             all ranks, or none if anything was not finite
+
+Dividing by the global count, not by the number of replicas or micro-batches, is what lets replicas take unequal shares: every
+token weighs the same wherever it is computed. A step is a pure function of (state, step number, data position): learning rate
+and bias correction follow from the step number, so that there is nothing else to restore besides the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ftrain.config import Config
+from ftrain.model import init
+from ftrain.model.transformer import Transformer
+from ftrain.parallel.arrays import EXACT, StatePiece, StateTypes, array_specs
+from ftrain.parallel.buckets import Part, plan_buckets
+from ftrain.parallel.layout import parameters
+from ftrain.parallel.mesh import Mesh
+from ftrain.parallel.norm import clip_factor
+from ftrain.parallel.optimizer import ShardedAdamW
+from ftrain.parallel.partition import microbatches
+from ftrain.train.batch import Data, Sequences
+from ftrain.train.evaluate import evaluate
+from ftrain.train.lr import learning_rate
+from ftrain.train.votes import Flags, Vote, vote
+from storage.pack import ArraySpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did, the same on every rank."""
+
+    step: int  # number of updates behind the state after it, skipped ones included
+    loss: float  # mean over the valid tokens of the global batch, in nats, before the update
+    grad_norm: float  # before clipping
+    tokens: int  # valid ones
+    sequences: int
+    lr: float
+    applied: bool  # False: something was not finite, and no rank changed its state
+    flags: Flags  # summed over ranks
+
+
+def _no_wait() -> None:
+    """Nothing reads the state while it changes."""
+
+
+def _no_heartbeat(phase: str, microbatch: int) -> None:
+    """Nobody watches."""
+
+
+class Engine:
+    """One rank's engine. Methods that communicate (all but `set_step`, `pieces`, `array_specs`) are called by all ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        mesh: Mesh,
+        device: torch.device | str,
+        dataset: Data,
+        before_update: Callable[[], None] = _no_wait,
+        progress: Callable[[str, int], None] = _no_heartbeat,
+    ) -> None:
+        """`before_update` is called when the state is about to change: a copy of it must be finished on return.
+        `progress` is told the phase and micro-batch, for the heartbeat."""
+        self.config, self.mesh, self.device, self.dataset = config, mesh, torch.device(device), dataset
+        self.before_update, self.progress = before_update, progress
+        self.step = 0
+        self.compute_dtype = compute_dtype(config, self.device)
+        self.types = EXACT if self.compute_dtype == torch.float64 else StateTypes()
+        self.parameters = parameters(config.model, mesh.shape)
+        buckets = plan_buckets(self.parameters, mesh.shape, mesh.coordinate, bucket_bytes=self._bucket_bytes)
+        self.optimizer = ShardedAdamW(buckets, mesh=mesh, device=self.device, types=self.types, options=config.optimizer)
+        self.model = Transformer(config.model, dtype=self.compute_dtype)
+        self.model.place(self.optimizer.views())
+
+    @property
+    def _bucket_bytes(self) -> float:
+        return self.config.parallel.bucket_mib * 2**20
+
+    def init_state(self) -> None:
+        """The state of step 0: counter-based initial values, the same bits under every layout."""
+
+        def fill(out: torch.Tensor, part: Part) -> None:
+            init.fill(out, part.box, spec=part.spec, model=self.config.model, seed=self.config.run.seed)
+
+        self.optimizer.fill_masters(fill)
+        self.step = 0
+
+    def set_step(self, step: int) -> None:
+        """Say how many updates are behind the state that was put into `pieces()`."""
+        self.step = step
+
+    def pieces(self) -> list[StatePiece]:
+        """The state this rank holds, as boxes of the logical arrays; tensors are live views."""
+        return self.optimizer.pieces()
+
+    def array_specs(self) -> list[ArraySpec]:
+        """All arrays of the state, the same list on every rank."""
+        return array_specs(self.parameters, self.mesh.shape, bucket_bytes=self._bucket_bytes, types=self.types)
+
+    def after_load(self) -> None:
+        """Once masters and moments are in place: derive the weights from the masters, everywhere."""
+        self.optimizer.publish()
+
+    def evaluate(self) -> float:
+        """Mean loss per valid token on the fixed held-out slice."""
+        return evaluate(
+            self.model,
+            self.dataset,
+            mesh=self.mesh,
+            num_sequences=self.config.evaluate.sequences,
+            micro_batch=self.config.batch.micro_batch,
+            device=self.device,
+            progress=self.progress,
+        )
+
+    def train_step(self, *, step: int, first_sequence: int, flags: Flags | None = None) -> StepResult:
+        """Do update number `step`, the one after the state's, on the global batch that starts at `first_sequence`."""
+        if step != self.step + 1:
+            raise ValueError(f"asked for update {step}, but the state is that after update {self.step}")
+        self.optimizer.zero_grad()
+        loss, tokens = self._accumulate_gradients(first_sequence)
+        self.progress("reduce", 0)
+        self.optimizer.reduce_grads()
+        outcome = vote(
+            self.mesh,
+            squares=self.optimizer.sum_of_squares(),
+            loss=loss,
+            flags=flags or Flags(),
+            exact=self.types is EXACT,
+        )
+        return self._finish(outcome, tokens)
+
+    def _accumulate_gradients(self, first_sequence: int) -> tuple[torch.Tensor, int]:
+        """All my micro-batches; my share of the loss, and the number of valid tokens of all replicas."""
+        batch = self.config.batch
+        mine = microbatches(batch.global_batch, batch.micro_batch, self.mesh.shape.dp, self.mesh.coordinate.dp)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.progress("data", 0)
+        first, stop = (mine[0].start, mine[-1].stop) if mine else (0, 0)
+        sequences = Sequences.of(self.dataset.sequences(first_sequence + first, stop - first), self.device) if mine else None
+        valid = torch.zeros((), dtype=torch.int64, device=self.device) if sequences is None else sequences.valid.sum()
+        tokens = int(self.mesh.all_reduce(valid, ("dp",)))
+        for number, part in enumerate(mine):
+            assert sequences is not None
+            loss += self._forward_backward(number, sequences[part.start - first : part.stop - first], 1 / max(1, tokens))
+        return loss, tokens
+
+    def _forward_backward(self, number: int, batch: Sequences, scale: float) -> torch.Tensor:
+        self.progress("forward", number)
+        loss = self.model.loss(self.model(batch.tokens), batch.targets, batch.valid, scale)
+        self.progress("backward", number)
+        loss.backward()
+        return loss.detach()
+
+    def _finish(self, outcome: Vote, tokens: int) -> StepResult:
+        """Update or skip; either way the step counts, so that a resumed run needs no second counter."""
+        config, number = self.config, self.step + 1
+        lr = learning_rate(number, schedule=config.schedule, peak=config.optimizer.lr, total=config.run.steps)
+        if outcome.is_finite:
+            self.before_update()
+            self.progress("update", 0)
+            self.optimizer.update(lr=lr, number=number, factor=clip_factor(outcome.norm, config.optimizer.clip_norm))
+        self.step = number
+        return StepResult(
+            step=number,
+            loss=outcome.loss,
+            grad_norm=outcome.norm,
+            tokens=tokens,
+            sequences=config.batch.global_batch,
+            lr=lr,
+            applied=outcome.is_finite,
+            flags=outcome.flags,
+        )
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype of activations. `auto` is bfloat16 on GPUs that have it and fp32 elsewhere: on CPUs it is rarely faster."""
+    chosen = config.machine.compute_dtype
+    if chosen == "auto":
+        chosen = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[chosen]
