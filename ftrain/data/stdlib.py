@@ -78,7 +78,8 @@ def _prepare(folder: Path, files: list[Path], progress: Callable[[Progress], Non
 
 
 def _candidates(root: Path) -> Iterator[Path]:
-    for path in root.rglob("*.py"):
-        inner = path.relative_to(root)
-        if not _LEFT_OUT.intersection(inner.parts) and not inner.name.startswith("_sysconfigdata"):
-            yield path
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]  # never walk through installed packages
+        for name in names:
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                yield Path(folder, name)

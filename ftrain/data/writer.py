@@ -43,7 +43,7 @@ class TokenWriter:
         return len(self._boundaries) - 1
 
     def add(self, tokens: npt.ArrayLike) -> None:
-        """Appends one sequence to the current document."""
+        """Appends one sequence to the current document; an empty one is left out."""
         values = np.asarray(tokens)
         if values.size and (values.min() < 0 or values.max() >= self.vocab):
             wrong = int(values.min() if values.min() < 0 else values.max())
