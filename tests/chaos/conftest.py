@@ -1,0 +1,35 @@
+"""Fixtures of the chaos tests: one corpus, one unbroken run to compare everything with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from ftrain.data.prepare import prepare
+from ftrain.data.tokenizer import load_tokenizer
+from tests.runs import TinyRun
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A token file made of the license text, 8 times over."""
+    folder = tmp_path_factory.mktemp("corpus")
+    license_text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(license_text[number * 100 :])
+    prefix = str(folder / "corpus")
+    prepare(sorted(folder.glob("*.txt")), prefix, tokenizer=load_tokenizer("byte"))
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def unbroken(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Final digests of the run that nothing disturbed, recomputed from storage."""
+    run = TinyRun(folder=tmp_path_factory.mktemp("unbroken"), corpus=corpus)
+    code, output = run.run()
+    assert code == 0, output
+    step, digests = stored_digests(run.url)
+    assert step == run.steps
+    return digests

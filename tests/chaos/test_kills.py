@@ -1,0 +1,127 @@
+"""kill -9 of every kind of process at named points: the continued run ends bit for bit where the unbroken one did."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from recovery.events import CheckpointCommitted, Event, InterruptionClassified, Ready, steps_of
+from tests.runs import TinyRun, ended, finish, kill_tree, no_process_left
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+SNAPSHOT_STEPS, STORE_STEPS = 3, 9
+
+
+def fault(at: str, step: int, rank: int = 1, kind: str = "kill") -> str:
+    return f'[[faults]]\nkind = "{kind}"\nat = "{at}"\nstep = {step}\nrank = {rank}\n'
+
+
+def redone(events: list[Event]) -> int:
+    """The largest number of steps that one interruption cost."""
+    reached, most = 0, 0
+    for event in events:
+        if isinstance(event, Ready):
+            most = max(most, reached - event.step)
+        for record in steps_of(event):
+            reached = record.step if isinstance(event, Ready) else max(reached, record.step)
+    return most
+
+
+def check_same_end(run: TinyRun, unbroken: dict[str, str]) -> None:
+    step, digests = stored_digests(run.url)
+    assert step == run.steps
+    assert digests == unbroken
+
+
+WORKER_POINTS = [
+    pytest.param("step", 10, id="between-steps"),
+    pytest.param("step", 12, id="right-after-a-snapshot"),
+    pytest.param("copy", 12, id="in-the-copy"),
+    pytest.param("copy", 18, id="in-the-copy-of-an-upload", marks=pytest.mark.slow),
+    pytest.param("copy", 30, id="in-the-last-copy", marks=pytest.mark.slow),
+    pytest.param("step", 1, id="before-any-snapshot", marks=pytest.mark.slow),
+    pytest.param("step", 30, id="after-the-last-step", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("point", "step"), WORKER_POINTS)
+def test_a_killed_worker_costs_at_most_a_snapshot_interval(
+    point: str, step: int, tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault(point, step))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == 0, output
+    check_same_end(run, unbroken)
+    events = run.events()
+    assert redone(events) <= SNAPSHOT_STEPS
+    verdicts = [event.verdict for event in events if isinstance(event, InterruptionClassified)]
+    assert [verdict.first_failing_rank for verdict in verdicts] == [1]
+    assert any("-9" in line.text or "SIGKILL" in line.text for line in verdicts[0].evidence)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "upload",
+        "before_commit",
+        "after_commit",
+        pytest.param("before_manifest", marks=pytest.mark.slow),
+        pytest.param("after_manifest", marks=pytest.mark.slow),
+    ],
+)
+def test_keeper_and_coordinator_die_and_the_workers_step_on(
+    point: str, tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault(point, STORE_STEPS))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == 0, output
+    check_same_end(run, unbroken)
+    events = run.events()
+    assert sum(isinstance(event, Ready) for event in events) == 1, "the workers were restarted"
+    assert not any(isinstance(event, InterruptionClassified) for event in events)
+
+
+@pytest.mark.parametrize("kind", ["keeper", "zygote", "coordinator"])
+def test_helpers_killed_between_steps_take_nobody_along(kind: str, tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    parent = run.start()
+    run.wait_for_step(5)
+    before = {process.pid for process in run.processes()["worker"]}
+    os.kill(run.processes()[kind][0].pid, signal.SIGKILL)
+    run.wait_for_step(15)
+    assert before == {process.pid for process in run.processes()["worker"]} or ended(run.events())
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == 0, output
+    check_same_end(run, unbroken)
+    assert sum(isinstance(event, Ready) for event in run.events()) == 1
+
+
+def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    parent = run.start()
+    run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
+    os.kill(run.processes()["agent"][0].pid, signal.SIGKILL)
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == 0, output
+    check_same_end(run, unbroken)
+    assert redone(run.events()) <= STORE_STEPS + 2  # a step or two may have ended between the commit's upload and the kill
+
+
+def test_the_whole_tree_is_killed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    parent = run.start()
+    run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
+    kill_tree(run, parent)
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == 0, output
+    check_same_end(run, unbroken)

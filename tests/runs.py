@@ -1,0 +1,204 @@
+"""Whole runs for tests: a tiny config, `ftrain run` as a real process, its ledger, and kills by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ftrain.compose.ledgers import LedgerTail
+from recovery.events import Event, RunEnded, steps_of
+
+TEMPLATE = """
+[run]
+url = "{url}"
+steps = {steps}
+seed = 3
+{local}
+[model]
+layers = 2
+hidden = 32
+heads = 2
+ffn = 64
+vocab = 257
+[data]
+sources = [{{ path = "{corpus}" }}]
+seq_len = 32
+heldout_fraction = 0.05
+[batch]
+global_batch = {global_batch}
+micro_batch = {micro_batch}
+[parallel]
+ranks = {ranks}
+[optimizer]
+lr = 1e-3
+[schedule]
+warmup_steps = 3
+[evaluate]
+every_steps = 10
+sequences = 8
+[checkpoint]
+snapshot_steps = 3
+every_steps = 9
+grace_s = 0
+[recovery]
+backoff_s = 0.1
+lease_s = 20
+stop_s = 60
+{extra}
+"""
+
+
+@dataclass(kw_only=True)
+class TinyRun:
+    """A run of a 0.05M-parameter model; everything about it is in its folder."""
+
+    folder: Path
+    corpus: str
+    url: str = ""
+    local_dir: str = ""
+    steps: int = 30
+    ranks: int = 2
+    global_batch: int = 8
+    micro_batch: int = 2
+    extra: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.url = self.url or str(self.folder / "run")
+        self.config.write_text(
+            TEMPLATE.format(
+                url=self.url,
+                local=f'local_dir = "{self.local_dir}"' if self.local_dir else "",
+                corpus=self.corpus,
+                steps=self.steps,
+                ranks=self.ranks,
+                global_batch=self.global_batch,
+                micro_batch=self.micro_batch,
+                extra=self.extra,
+            )
+        )
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.toml"
+
+    @property
+    def local(self) -> Path:
+        return Path(self.local_dir) if self.local_dir else Path(self.url) / "local"
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """`ftrain run`, in the background."""
+        return subprocess.Popen(
+            [*FTRAIN, "run", str(self.config), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self.env},
+        )
+
+    def run(self, *options: str, timeout_s: float = 180) -> tuple[int, str]:
+        """`ftrain run` to its end: exit code and output."""
+        return finish(self.start(*options), timeout_s)
+
+    def events(self) -> list[Event]:
+        """The whole ledger."""
+        return list(LedgerTail(self.local / "ledger", from_start=True).new())
+
+    def wait_for(self, condition: Callable[[Sequence[Event]], bool], timeout_s: float = 120) -> None:
+        """Until the ledger says so."""
+        tail, seen = LedgerTail(self.local / "ledger", from_start=True), list[Event]()
+        deadline = time.monotonic() + timeout_s
+        while not condition(seen):
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; the last events: {seen[-5:]}"
+            time.sleep(0.02)
+            seen += tail.new()
+
+    def wait_for_step(self, step: int) -> None:
+        """Until a step is finished."""
+        self.wait_for(lambda events: any(record.step >= step for event in events for record in steps_of(event)))
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """The live processes of this run, by kind. Workers and zygote are told apart by their parent."""
+        found: dict[str, list[psutil.Process]] = {}
+        for process in psutil.process_iter(["cmdline", "pid"]):
+            words = process.info["cmdline"] or []
+            kind = next((kind for kind, mark in MARKS.items() if mark in words), None)
+            if kind and (str(self.local) in " ".join(words) or kind == "zygote"):
+                found.setdefault(kind, []).append(process)
+        agents = found.get("agent", [])
+        pids = {agent.pid for agent in agents}
+        forks = found.pop("zygote", [])
+        own = [process for process in forks if _parent(process) in pids]
+        zygote_pid = next((child.pid for agent in agents for child in agent.children() if _is_zygote(child, self)), None)
+        found["zygote"] = [process for process in own if process.pid == zygote_pid]
+        found["worker"] = [process for process in own if process.pid != zygote_pid]
+        return found
+
+
+FTRAIN = [sys.executable, "-P", "-m", "ftrain.cli.entry"]
+MARKS = {
+    "coordinator": "ftrain.compose.coordinator",
+    "agent": "recovery.agent",
+    "keeper": "ftrain.compose.keeper",
+    "zygote": "recovery.zygote",
+}
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return -1
+
+
+def _is_zygote(process: psutil.Process, run: TinyRun) -> bool:
+    """The zygote was started by exec, so it leads no session of its own workers: it is the oldest of the forks."""
+    try:
+        siblings = [p for p in process.parent().children() if "recovery.zygote" in p.cmdline()]  # type: ignore[union-attr]
+        return bool(siblings) and process.pid == min(siblings, key=lambda p: p.create_time()).pid
+    except psutil.NoSuchProcess:
+        return False
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, str]:
+    """Wait for a run's end."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"the run did not end within {timeout_s} s:\n{output[-3000:]}") from None
+    return process.returncode, output
+
+
+def ended(events: Sequence[Event]) -> bool:
+    """Whether the run is over."""
+    return any(isinstance(event, RunEnded) for event in events)
+
+
+def kill_tree(run: TinyRun, parent: subprocess.Popen[str]) -> None:
+    """kill -9 of everything at once, as a power cut would."""
+    victims = [parent.pid, *(p.pid for group in run.processes().values() for p in group)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    parent.wait()
+
+
+@contextmanager
+def no_process_left(run: TinyRun) -> Iterator[None]:
+    """Nothing of the run lives on."""
+    yield
+    deadline = time.monotonic() + 10
+    while any(run.processes().values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(run.processes().values())
