@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from recovery.events import Event, Verdict
+from recovery.events import Action, Event, Verdict
 from recovery.messages import WorkerSpec
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
@@ -63,6 +63,8 @@ class AttemptEndInfo:
     workers: tuple[DeadWorker, ...]
     verdict: Verdict | None
     """None if nothing went wrong."""
+    action: Action
+    """What was decided: after `roll_back` the next attempt must not begin with the newest state."""
     agent_survived: bool
     """Whether the agent, and with it the memory tier, is still the same one."""
 

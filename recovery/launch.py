@@ -1,9 +1,9 @@
 """Starting processes so that none outlives its purpose, and the thin parent that keeps a coordinator alive.
 
 Everything is started with `-P`: a user's own folder `storage/` or `recovery/` in the current directory must not shadow ours.
-A process that must not survive its parent asks the kernel for SIGKILL at the parent's death (PR_SET_PDEATHSIG) between fork and
-exec. Three traps, all tried: the signal fires when the starting *thread* ends, so only main threads may call `spawn`; the parent
-may be dead before the request is made, so it is checked afterwards; and exec of a set-uid program would clear it.
+A process that must not survive its parent asks the kernel for SIGKILL at the parent's death (PR_SET_PDEATHSIG) between fork
+and exec. Three traps, all tried: the signal fires when the starting *thread* ends, so only main threads may call `spawn`; the
+parent may be dead before the request is made, so it is checked afterwards; and exec of a set-uid program would clear it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ def is_alive(pid: int, started: int) -> bool:
     return start_time(pid) == started
 
 
+def children() -> list[int]:
+    """Pids of the direct children of this process's main thread, adopted ones included."""
+    pid = os.getpid()
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:  # a kernel without checkpoint/restore support does not tell
+        return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn:
     """How to start a process. Standard input is /dev/null; `fds` keep their numbers, everything else is closed."""
@@ -126,7 +135,7 @@ def supervise(
     *,
     log: Path,
     env: Mapping[str, str] | None = None,
-    budget: Budget = Budget(),  # noqa: B008 (immutable)
+    budget: Budget = Budget(),
     on_tick: Callable[[], None] | None = None,
     tick_s: float = 0.2,
 ) -> int:

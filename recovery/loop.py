@@ -1,8 +1,8 @@
 """A small event loop for agent and coordinator: sockets, timers, signals and children in one thread.
 
-Why not asyncio: these processes wait for a dozen descriptors, and what matters is that every reaction is a plain function call
-in a known order, that nothing runs between "decided" and "written to the ledger", and that signals and children are seen at once
-(through one wake-up descriptor) without handlers that run in the middle of something else.
+Why not asyncio: these processes wait for a dozen descriptors, and what matters is that every reaction is a plain function
+call in a known order, that nothing runs between "decided" and "written to the ledger", and that signals and children are seen
+at once (through one wake-up descriptor) without handlers that run in the middle of something else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 import itertools
 import logging
 import os
+import queue
 import selectors
 import signal
 import time
@@ -51,6 +52,7 @@ class Loop:
         self._order = itertools.count()
         self._signals: dict[int, Callable[[], None]] = {}
         self._arrived: set[int] = set()
+        self._soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.add(self._wakeup, self._woken)
 
@@ -98,9 +100,16 @@ class Loop:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup, 1)
 
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Have a call made by the loop. Safe from any thread."""
+        self._soon.put(call)
+        self.wake()
+
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
+        while not self._soon.empty():
+            self._soon.get()()
 
     def run_once(self, timeout_s: float = MAX_WAIT_S) -> None:
         """Wait for something, at most so long, and handle what has come."""
@@ -108,12 +117,17 @@ class Loop:
             timeout_s = min(timeout_s, self._timers[0].t - time.monotonic())
         for key, events in self._selector.select(max(0.0, timeout_s)):
             readable, writable = key.data
-            if events & selectors.EVENT_WRITE and writable is not None:
+            if events & selectors.EVENT_WRITE and writable is not None and self._is_current(key):
                 writable()
-            if events & selectors.EVENT_READ and key.fd in self._selector.get_map():
+            if events & selectors.EVENT_READ and self._is_current(key):
                 readable()
         self._run_signals()
         self._run_timers()
+
+    def _is_current(self, key: selectors.SelectorKey) -> bool:
+        """Whether no earlier callback of this round changed the registration (the number may be another file by now)."""
+        now = self._selector.get_map().get(key.fd)
+        return now is not None and now.data is key.data
 
     def _run_signals(self) -> None:
         while self._arrived:
@@ -155,8 +169,14 @@ class Port:
         self._on_frame = on_frame
         self._on_close: Callable[[], None] | None = on_close
         self._fd = channel.fileno()
-        self._paused = False
+        self._attached = True
+        self._writing = False
         loop.add(self._fd, self._readable)
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._loop.remove(self._fd)
 
     def take_over(self, on_frame: Callable[[Frame[Any]], None], on_close: Callable[[], None]) -> None:
         """Frames and the end go to somebody else from now on."""
@@ -180,19 +200,25 @@ class Port:
     def _after_write(self) -> None:
         if self.channel.closed:
             self._ended()
-        elif not self._paused:
-            self._loop.set_writer(self._fd, self._readable, self._writable if self.channel.wants_write else None)
+        elif self._attached and self._writing != self.channel.wants_write:
+            self._writing = self.channel.wants_write
+            self._loop.set_writer(self._fd, self._readable, self._writable if self._writing else None)
 
     def pause(self, paused: bool) -> None:
         """Stop reading (the sender will wait), or go on: how a full queue is pushed back to where it comes from."""
-        if paused == self._paused or self.closed:
+        if self.closed or paused != self._attached:
             return
-        self._paused = paused
         if paused:
-            self._loop.remove(self._fd)
+            self._detach()
         else:
+            self._attached, self._writing = True, False
             self._loop.add(self._fd, self._readable)
             self._after_write()
+
+    def poll(self) -> None:
+        """Handle what has already arrived, now: the last words of a process that is known to be dead."""
+        if not self.closed:
+            self._readable()
 
     def _readable(self) -> None:
         try:
@@ -206,7 +232,7 @@ class Port:
             self._ended()
 
     def _ended(self) -> None:
-        self._loop.remove(self._fd)
+        self._detach()
         callback, self._on_close = self._on_close, None
         if callback is not None:
             callback()
@@ -214,5 +240,5 @@ class Port:
     def close(self) -> None:
         """Hang up, without being told of it."""
         self._on_close = None
-        self._loop.remove(self._fd)
+        self._detach()
         self.channel.close()

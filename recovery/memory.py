@@ -1,9 +1,9 @@
 """The agent's memory areas: anonymous files that survive every worker, checked against the machine before they are touched.
 
-A memfd lives as long as somebody holds a descriptor, and the agent does: so a snapshot in it survives the worker that wrote it.
-Past a memory limit the kernel kills instead of refusing, so the limit is looked up *first* (every cgroup above us, version 1 and
-2, and the machine), and then every page is allocated at once: it is charged to the agent's cgroup, and no later write can fail.
-The size is sealed: a worker that truncated an area would kill whoever reads it with SIGBUS.
+A memfd lives as long as somebody holds a descriptor, and the agent does: so a snapshot in it survives the worker that wrote
+it. Past a memory limit the kernel kills instead of refusing, so the limit is looked up *first* (every cgroup above us,
+version 1 and 2, and the machine), and then every page is allocated at once: it is charged to the agent's cgroup, and no later
+write can fail. The size is sealed: a worker that truncated an area would kill whoever reads it with SIGBUS.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def check_fits(nbytes: int, free: Room) -> None:
     """Refuse, with the numbers, what would have the kernel kill us."""
     if nbytes and nbytes + HEADROOM > free.free_bytes:
         raise MemoryLimitError(
-            f"arenas larger than the memory limit: {show(nbytes)} are needed, {show(free.free_bytes)} of {show(free.limit_bytes)} "
-            f"are free under {free.source}; use fewer checkpoint.slots, more ranks or nodes, or raise the limit"
+            f"arenas larger than the memory limit: {show(nbytes)} are needed, {show(free.free_bytes)} of "
+            f"{show(free.limit_bytes)} are free under {free.source}; use fewer checkpoint.slots, more ranks or nodes, or raise the limit"
         )
 
 

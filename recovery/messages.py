@@ -125,10 +125,11 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class WorkerInfo(Message, frozen=True, kw_only=True):
-    """A worker of the current attempt as its agent knows it. `status` is None while it lives."""
+    """A worker of the current attempt as its agent knows it. `status` is None while it lives, or if nobody can know."""
 
     rank: int
     pid: int
+    ended: bool = False
     status: int | None = None
     ours: bool = False
     t: float = 0.0

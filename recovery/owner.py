@@ -1,8 +1,9 @@
 """Who runs this run: one coordinator at a time per local folder, and the next one knows whether the last is dead.
 
 A lock file alone says "held" but not by whom; a pid alone may belong to somebody else by now, or to another machine. So the
-record names host, boot, pid and start time. A record of a dead process on this host is taken over at once. One written on another
-host cannot be checked from here (a shared folder used as local folder): it is refused, unless the caller takes over by force.
+record names host, boot, pid and start time. A record of a dead process on this host is taken over at once. One written on
+another host cannot be checked from here (a shared folder used as local folder): it is refused, unless the caller takes over
+by force.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Importing torch takes seconds, a fork of a process that has done so takes millis
 forkserver: its environment is frozen at its first start and silently changes after an automatic restart, its exit statuses are
 made up, and its workers outlive everybody.
 
-Rules that keep a fork sound: exactly one thread (asserted before each fork: a lock held by another thread would stay locked in the
-child for ever), no tensor operation here (a parallel region before the fork hangs the first matmul in the child), the collector
-frozen (or each child would copy every page by touching its objects' headers).
+Rules that keep a fork sound: exactly one thread (asserted before each fork: a lock held by another thread would stay locked
+in the child for ever), no tensor operation here (a parallel region before the fork hangs the first matmul in the child), the
+collector frozen (or each child would copy every page by touching its objects' headers).
 
-A worker is forked twice, so that it is the agent's child and not ours: our death takes nobody along, and the agent's own waitpid
-says how the worker ended. The worker waits for its adoption, asks to die with the agent, checks that it is still the agent's, and
-only then says hello.
+A worker is forked twice, so that it is the agent's child and not ours: our death takes nobody along, and the agent's own
+waitpid says how the worker ended. The worker waits for its adoption, asks to die with the agent, checks that it is still the
+agent's, and only then says hello.
 """
 
 from __future__ import annotations

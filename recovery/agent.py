@@ -1,0 +1,437 @@
+"""The agent: one per node, the parent of everything that runs there, and the keeper of its memory.
+
+    python -P -m recovery.agent SPEC.json
+
+It decides nothing about the run. It owns what must outlive workers, keeper, zygote and coordinator: the memory areas, the exact
+exit statuses, the logs, what was not yet acknowledged. So it is small, imports little, and never waits for anybody: whoever is
+slow has a queue, whoever is dead is reaped.
+
+Its own death ends all of its children (they asked the kernel for that); its coordinator's death ends nothing, for `lease_s`:
+after that nobody can know that this node is not being replaced, so the workers are killed and the agent leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from recovery import paths
+from recovery.clues import Clues
+from recovery.codes import ExitCode
+from recovery.crew import Crew, Surroundings
+from recovery.events import ProcessKind
+from recovery.heartbeat import CONTROL_SIZE, ControlWriter
+from recovery.helper import Callbacks, Helper
+from recovery.launch import Spawn, become_subreaper, boot_id, children, python, start_time
+from recovery.loop import Loop, Port
+from recovery.memory import Areas, MemoryLimitError, memfd
+from recovery.messages import (
+    Ack,
+    AgentHello,
+    CollectEvidence,
+    Fork,
+    Forked,
+    ForkFailed,
+    FromKeeper,
+    FromKeeperProcess,
+    FromZygote,
+    Heartbeats,
+    KeeperForget,
+    KeeperMemfds,
+    Lasting,
+    Payload,
+    Ping,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Refused,
+    Release,
+    SetControl,
+    Shutdown,
+    StartAttempt,
+    StopWorkers,
+    ToAgent,
+    ToKeeper,
+    ToKeeperFromWorker,
+    ToWorker,
+    Welcome,
+    ZygoteReady,
+)
+from recovery.outbox import Outbox
+from recovery.wire import MAX_DESCRIPTORS, Frame, channel, connect
+
+log = logging.getLogger("recovery.agent")
+
+RECONNECT_S = 0.05
+HEARTBEAT_S = 1.0
+LEAVE_LIMIT_S = 5.0
+
+
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an agent is started with."""
+
+    node: str
+    local_dir: str
+    coordinator: str
+    """Path of the coordinator's socket."""
+    zygote_preload: str = ""
+    """Module the zygote imports."""
+    keeper_argv: tuple[str, ...] = ()
+    """Command of the keeper, to which its socket's number is appended; empty: no keeper."""
+    lease_s: float = 60.0
+    env: dict[str, str] = {}
+    """Added to the environment of keeper, zygote and workers."""
+    host: str = "127.0.0.1"
+    """Address on which the workers of an attempt meet."""
+
+
+class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the living agent is."""
+
+    node: str
+    pid: int
+    start_time: int
+    boot_id: str
+
+
+class Agent:
+    """State of the agent; every method runs in its one thread."""
+
+    def __init__(self, spec: AgentSpec, loop: Loop) -> None:
+        """Own the memory and the way to start helpers; nothing runs yet."""
+        self.spec = spec
+        self.folder = Path(spec.local_dir)
+        self.loop = loop
+        self.areas = Areas()
+        self.outbox = Outbox()
+        self.crew: Crew | None = None
+        self.leaving = False
+        self._control_fd = memfd("control", CONTROL_SIZE)
+        self._control = ControlWriter(self._control_fd)
+        self._set = SetControl(stop=False, save=0)
+        self._port: Port | None = None
+        self._linked = False
+        self._epoch = 0
+        self._contact = time.monotonic()
+        self._early: dict[int, int] = {}  # statuses of children whose pid nobody has told us yet
+        self._clues = Clues(loop, self.folder)
+        self._zygote = self._helper("zygote", FromZygote, self._from_zygote, self._zygote_died, lambda: None)
+        self._keeper = self._helper("keeper", FromKeeperProcess, self._from_keeper, lambda: None, self._equip_keeper)
+
+    def _helper(self, kind: ProcessKind, messages: Any, on_frame: Any, on_death: Any, on_start: Any) -> Helper:
+        tell = Callbacks(on_start=on_start, on_frame=on_frame, on_death=on_death, report=self.report)
+        return Helper(self.loop, kind, lambda fd: self._command(kind, fd), messages, tell)
+
+    def _command(self, kind: ProcessKind, fd: int) -> Spawn:
+        if kind == "zygote":
+            argv = python("recovery.zygote", "--preload", self.spec.zygote_preload, "--socket-fd", str(fd))
+        else:
+            argv = [*self.spec.keeper_argv, str(fd)]
+        env = {"OPENBLAS_NUM_THREADS": "1", **self.spec.env}
+        return Spawn(argv=argv, log=paths.process_log(self.folder, kind), env=env, fds=(fd,), dies_with_us=True)
+
+    # life
+
+    def run(self) -> int:
+        """Serve until shut down, or until the lease is over."""
+        self.loop.on_signal([signal.SIGCHLD], lambda _: self.reap())
+        self.loop.on_signal([signal.SIGTERM], lambda number: self.leave("SIGTERM"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._zygote.start()
+        if self.spec.keeper_argv:
+            self._keeper.start()
+        self._connect()
+        self.loop.every(HEARTBEAT_S, self._beat)
+        self.loop.every(min(1.0, self.spec.lease_s / 8), self._check_lease)
+        self.loop.wait_for(lambda: self.leaving)
+        self._end_everything()
+        return ExitCode.DONE
+
+    def leave(self, reason: str) -> None:
+        """End the workers, then everything else."""
+        log.info("leaving: %s", reason)
+        self.leaving = True
+
+    def _end_everything(self) -> None:
+        if self.crew is not None:
+            self.crew.signal(signal.SIGKILL, "the agent leaves")
+            self.loop.wait_for(lambda: self.crew is None or self.crew.all_ended, LEAVE_LIMIT_S)
+        self._zygote.stop()
+        self._keeper.stop()
+        self._zygote.kill()
+        self.loop.wait_for(lambda: not (self._keeper.alive or self._zygote.alive), LEAVE_LIMIT_S)
+        self._keeper.kill()
+        self._kill_strays()
+        self.loop.wait_for(lambda: not (self._keeper.alive or children()), LEAVE_LIMIT_S)
+        if self._port is not None and not self._port.closed:
+            self._port.channel.drain(1.0)
+
+    def _check_lease(self) -> None:
+        silent_s = time.monotonic() - self._contact
+        if silent_s > self.spec.lease_s:
+            self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {self.spec.lease_s:g} s")
+
+    # children
+
+    def reap(self) -> None:
+        """Collect every exit status. A worker's whole process group goes with it, while its pid is still taken."""
+        with contextlib.suppress(ChildProcessError):
+            while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(info.si_pid, signal.SIGKILL)
+                pid, status = os.waitpid(info.si_pid, 0)
+                self._reaped(pid, os.waitstatus_to_exitcode(status))
+
+    def _reaped(self, pid: int, status: int) -> None:
+        if pid == self._zygote.pid:
+            self._zygote.exited(status)
+        elif pid == self._keeper.pid:
+            self._keeper.exited(status)
+        elif self.crew is not None and (worker := self.crew.by_pid(pid)) is not None:
+            self.crew.exited(worker, status)
+        else:
+            self._early[pid] = status
+
+    def _kill_strays(self) -> None:
+        """No worker is left: whatever else we adopted is a left-over of one, and may hold memory, ports or files."""
+        for pid in children():
+            if pid not in (self._zygote.pid, self._keeper.pid):
+                log.warning("killing left-over process %d", pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _zygote_died(self) -> None:
+        if self.crew is not None:
+            self.crew.zygote_died(f"the zygote died; its log: {paths.process_log(self.folder, 'zygote')}")
+
+    def _from_zygote(self, frame: Frame[FromZygote]) -> None:
+        match frame.message:
+            case ZygoteReady(seconds=seconds):
+                log.info("zygote ready after %.2f s", seconds)
+            case Forked(attempt=attempt) as answer if self.crew is not None and attempt == self.crew.attempt:
+                self.crew.forked(answer)
+                worker = self.crew.by_pid(answer.pid)
+                if worker is not None and answer.pid in self._early:  # it died before we were told that it lives
+                    self.crew.exited(worker, self._early.pop(answer.pid))
+            case ForkFailed(attempt=attempt) as answer if self.crew is not None and attempt == self.crew.attempt:
+                self.crew.fork_failed(answer)
+
+    def _to_zygote(self, request: Fork, fds: tuple[int, ...]) -> bool:
+        return self._zygote.send(request, fds)
+
+    def _from_keeper(self, frame: Frame[Payload]) -> None:
+        self.report(FromKeeper(payload=frame.message.payload))
+
+    def _to_keeper(self, rank: int, attempt: int, payload: bytes) -> None:
+        self._keeper.send(ToKeeperFromWorker(rank=rank, attempt=attempt, payload=payload))
+
+    def _equip_keeper(self) -> None:
+        self._give_keeper(list(self.areas.sizes()))
+
+    def _give_keeper(self, names: Sequence[str]) -> None:
+        sizes = self.areas.sizes()
+        for first in range(0, max(1, len(names)), MAX_DESCRIPTORS):
+            part = names[first : first + MAX_DESCRIPTORS]
+            fds = tuple(self.areas.fd(name) for name in part)
+            self._keeper.send(KeeperMemfds(memfds={name: sizes[name] for name in part}), fds)
+
+    # the coordinator
+
+    def _connect(self) -> None:
+        if self._port is not None or self.leaving:
+            return
+        try:
+            sock = connect(Path(self.spec.coordinator))
+        except OSError:
+            self.loop.after(RECONNECT_S, self._connect)
+            return
+        self._linked = False
+        self._port = Port(self.loop, channel(sock, ToAgent), self._from_coordinator, self._lost)
+        self._port.send(self._hello())
+
+    def _hello(self) -> AgentHello:
+        crew = self.crew
+        return AgentHello(
+            node=self.spec.node,
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            attempt=crew.attempt if crew else -1,
+            epoch=crew.start.epoch if crew else 0,
+            workers=crew.info() if crew else (),
+            memfds=self.areas.sizes(),
+            memo=crew.start.memo if crew else b"",
+            stop=self._set.stop,
+            save=self._set.save,
+        )
+
+    def _lost(self) -> None:
+        log.warning("coordinator lost, lease %.1f s", self.spec.lease_s)
+        self._port = None
+        self._linked = False
+        self._connect()
+
+    def report(self, message: Lasting) -> None:
+        """Tell the coordinator, now or as soon as there is one; it is kept until acknowledged."""
+        numbered = self.outbox.add(message)
+        if self._linked and self._port is not None:
+            self._port.send(numbered)
+        self._push_back()
+
+    def _push_back(self) -> None:
+        full = self.outbox.full
+        self._keeper.pause(full)
+        if self.crew is not None:
+            self.crew.pause(full)
+
+    def answer(self, message: object) -> None:
+        """Tell the coordinator if it is there; it will ask again otherwise."""
+        if self._linked and self._port is not None:
+            self._port.send(message)
+
+    def _beat(self) -> None:
+        if self.crew is not None and not self.crew.all_ended:
+            self.answer(Heartbeats(beats=self.crew.beats()))
+
+    def _from_coordinator(self, frame: Frame[ToAgent]) -> None:
+        self._contact = time.monotonic()
+        match frame.message:
+            case Welcome(epoch=epoch):
+                self._welcome(epoch)
+            case Ping():
+                pass
+            case Ack(seq=seq):
+                self.outbox.acknowledge(seq)
+                self._push_back()
+            case command if self._linked:
+                self._obey(command)
+
+    def _welcome(self, epoch: int) -> None:
+        if epoch < self._epoch and self._port is not None:
+            log.warning("coordinator of epoch %d refused: epoch %d is known", epoch, self._epoch)
+            self._port.close()
+            self._lost()
+            return
+        self._epoch = epoch
+        self._linked = True
+        for numbered in self.outbox:
+            if self._port is not None:
+                self._port.send(numbered)
+
+    def _obey(self, command: ToAgent) -> None:
+        match command:
+            case Prepare(memfds=memfds):
+                self._prepare(memfds)
+            case Release(names=names):
+                self.areas.release(names)
+                self._keeper.send(KeeperForget(names=names))
+            case StartAttempt():
+                self._start(command)
+            case StopWorkers(reason=reason, grace_s=grace_s):
+                self._stop_workers(reason, grace_s)
+            case SetControl(stop=stop, save=save):
+                self._set = command
+                self._control.set(stop=stop, save=save)
+            case ToKeeper(payload=payload):
+                self._keeper.send(Payload(payload=payload))
+            case ToWorker(rank=rank, payload=payload) if self.crew is not None:
+                self.crew.send(rank, payload)
+            case CollectEvidence():
+                self._clues.collect(command, self.crew, self.answer)
+            case Shutdown(reason=reason):
+                self.leave(reason)
+
+    def _prepare(self, memfds: dict[str, int]) -> None:
+        try:
+            kept, new = self.areas.prepare(memfds)
+        except MemoryLimitError as error:
+            self.answer(PrepareFailed(reason=str(error)))
+            return
+        if new:
+            self._give_keeper(new)
+        self.answer(Prepared(names=tuple(memfds), kept=tuple(kept)))
+
+    def _start(self, start: StartAttempt) -> None:
+        if self.crew is not None and not self.crew.all_ended:
+            self.report(Refused(reason=f"attempt {self.crew.attempt} still has workers"))
+            return
+        if self.crew is not None:
+            self.crew.close()
+        self._kill_strays()
+        self._early.clear()
+        around = Surroundings(
+            loop=self.loop,
+            local_dir=self.folder,
+            area_fd=self.areas.fd,
+            control_fd=self._control_fd,
+            report=self.report,
+            to_zygote=self._to_zygote,
+            to_keeper=self._to_keeper,
+        )
+        self.crew = Crew(around, start)
+        if not start.rendezvous:
+            self.crew.launch(None, None)
+            return
+        with socket.create_server((self.spec.host, 0), backlog=4096) as listener:
+            self.crew.launch(listener.getsockname()[1], listener.fileno())
+
+    def _stop_workers(self, reason: str, grace_s: float) -> None:
+        crew = self.crew
+        if crew is None or crew.all_ended:
+            return
+        if grace_s <= 0:
+            crew.signal(signal.SIGKILL, reason)
+            return
+        crew.signal(signal.SIGTERM, reason)
+        self.loop.after(grace_s, lambda: crew.signal(signal.SIGKILL, reason))
+
+
+def lock(folder: Path) -> int | None:
+    """The agent's lock, held until the process ends; None if another agent has it."""
+    fd = os.open(paths.agent_lock(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def write_record(spec: AgentSpec) -> None:
+    """Say who we are, whole or not at all."""
+    pid = os.getpid()
+    record = AgentRecord(node=spec.node, pid=pid, start_time=start_time(pid) or 0, boot_id=boot_id())
+    path = paths.agent_record(Path(spec.local_dir))
+    draft = path.with_name(f"{path.name}.{pid}")
+    draft.write_bytes(msgspec.json.encode(record))
+    os.replace(draft, path)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the agent of this node."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=AgentSpec)
+    held = lock(Path(spec.local_dir))
+    if held is None:
+        log.error("another agent already serves %s", spec.local_dir)
+        return ExitCode.HELD
+    become_subreaper()
+    write_record(spec)
+    status = Agent(spec, Loop()).run()
+    paths.agent_record(Path(spec.local_dir)).unlink(missing_ok=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

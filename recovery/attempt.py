@@ -1,0 +1,153 @@
+"""One attempt as the coordinator sees it: who lives, who is failing, who makes no progress. Facts and pure questions about
+them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from recovery.delegate import DeadWorker
+from recovery.evidence import Evidence
+from recovery.heartbeat import Beat
+from recovery.messages import AgentHello, Exited
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerState:
+    """One worker. `status` None and `ended`: nobody can know how."""
+
+    rank: int
+    pid: int = 0
+    ended: bool = False
+    status: int | None = None
+    ours: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """A rank that made no progress for too long."""
+
+    rank: int
+    age_s: float
+    step: int
+    phase: str
+
+    def describe(self) -> str:
+        """In words."""
+        where = f"step {self.step}, {self.phase}" if self.phase else "not one report since its start"
+        return f"no progress of rank {self.rank} for {self.age_s:.1f} s ({where})"
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """The workers of one attempt. Times are of the monotonic clock."""
+
+    number: int
+    workers: dict[int, WorkerState]
+    began: float = field(default_factory=time.monotonic)
+    changed: float = field(default_factory=time.monotonic)
+    """Last time a worker ended or began to fail."""
+    failing: dict[int, str] = field(default_factory=dict)
+    beats: dict[int, Beat] = field(default_factory=dict)
+    beats_at: float = 0.0
+
+    @classmethod
+    def of(cls, number: int, ranks: Iterable[int]) -> Attempt:
+        """About to be started."""
+        return cls(number=number, workers={rank: WorkerState(rank=rank) for rank in ranks})
+
+    @classmethod
+    def adopted(cls, hello: AgentHello) -> Attempt:
+        """Started by an earlier coordinator."""
+        workers = {
+            it.rank: WorkerState(rank=it.rank, pid=it.pid, ended=it.ended, status=it.status, ours=it.ours)
+            for it in hello.workers
+        }
+        return cls(number=hello.attempt, workers=workers)
+
+    def exited(self, message: Exited) -> None:
+        """A worker ended."""
+        worker = self.workers.get(message.rank if message.rank is not None else -1)
+        if worker is not None:
+            worker.ended, worker.status, worker.ours = True, message.status, message.ours
+            self.changed = time.monotonic()
+
+    def fails(self, rank: int, error: str) -> None:
+        """A worker said that it is about to end."""
+        self.failing[rank] = error
+        self.changed = time.monotonic()
+
+    def lost(self) -> None:
+        """Their agent is dead, and so are they."""
+        for worker in self.workers.values():
+            if not worker.ended:
+                worker.ended, worker.status, worker.ours = True, None, False
+
+    def report(self, beats: Iterable[Beat]) -> None:
+        """The progress page."""
+        self.beats = {beat.rank: beat for beat in beats if beat.attempt == self.number}
+        self.beats_at = time.monotonic()
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no worker is left."""
+        return all(worker.ended for worker in self.workers.values())
+
+    @property
+    def all_well(self) -> bool:
+        """Whether every worker left with 0."""
+        return all(worker.ended and worker.status == 0 for worker in self.workers.values())
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether some worker ended badly, or is about to."""
+        return bool(self.failing) or any(worker.ended and worker.status != 0 for worker in self.workers.values())
+
+    def dead(self) -> tuple[DeadWorker, ...]:
+        """How they ended."""
+        ended = (worker for worker in self.workers.values() if worker.ended)
+        return tuple(DeadWorker(rank=it.rank, pid=it.pid, status=it.status, ours=it.ours) for it in ended)
+
+    def describe(self) -> dict[str, Any]:
+        """The workers for people: rank -> pid, status, progress."""
+        return {str(rank): self._describe(worker) for rank, worker in self.workers.items()}
+
+    def _describe(self, worker: WorkerState) -> dict[str, Any]:
+        beat = self.beats.get(worker.rank)
+        progress = {"step": beat.step, "phase": beat.phase, "age_s": round(beat.age_s, 2)} if beat is not None else {}
+        return {"pid": worker.pid, "ended": worker.ended, "status": worker.status, **progress}
+
+    def complete(self, gathered: Evidence, said: tuple[str, ...], node: str) -> Evidence:
+        """What the agent gathered, with what only the supervisor knows. Statuses are as gathered: before our own teardown."""
+        unsaid = tuple(f"[rank{rank}]: {error}" for rank, error in self.failing.items()) if not gathered.log else ()
+        known = gathered.exit or {str(rank): worker.status for rank, worker in self.workers.items()}
+        return replace(
+            gathered,
+            exit=known,
+            log=gathered.log + unsaid,
+            scheduler=gathered.scheduler + said,
+            nodes={str(rank): node for rank in self.workers},
+        )
+
+    def stalled(self, now: float, *, hang_s: float, start_s: float) -> tuple[Stalled, ...]:
+        """Living ranks without progress for longer than allowed, the least advanced first: a peer only waits for it."""
+        found = []
+        for rank, worker in self.workers.items():
+            beat = self.beats.get(rank)
+            age_s = now - self.began if beat is None else beat.age_s + (now - self.beats_at)
+            allowed_s = hang_s if beat is not None and beat.step >= 0 else start_s
+            if not worker.ended and age_s > allowed_s:
+                found.append((beat, Stalled(rank=rank, age_s=age_s, step=beat.step if beat else -1, phase=_phase(beat))))
+        return tuple(stalled for _, stalled in sorted(found, key=lambda it: (_progress(it[0]), it[1].rank)))
+
+
+def _phase(beat: Beat | None) -> str:
+    return beat.phase if beat is not None else ""
+
+
+def _progress(beat: Beat | None) -> tuple[int, int, int]:
+    return (beat.step, beat.collective, beat.count) if beat is not None else (-1, -1, -1)

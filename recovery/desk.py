@@ -1,0 +1,220 @@
+"""The coordinator's desk: whatever arrives is noted here, in the ledger and in the facts that the story waits for.
+
+Nothing here decides. A handler may be told the same thing twice (after the death of an earlier coordinator) and must not mind.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from typing import Any
+
+from recovery import events
+from recovery.agent_link import AgentLink
+from recovery.attempt import Attempt
+from recovery.delegate import Delegate, Links
+from recovery.journal import Journal
+from recovery.loop import Loop
+from recovery.messages import (
+    ClientReply,
+    ClientRequest,
+    EvidenceCollected,
+    Exited,
+    Failing,
+    FromKeeper,
+    FromWorker,
+    Heartbeats,
+    Prepared,
+    PrepareFailed,
+    Refused,
+    SetControl,
+    Signalled,
+    Spawned,
+    Started,
+    ToKeeper,
+    ToWorker,
+)
+
+log = logging.getLogger(__name__)
+
+IMPATIENT_S = 1.0
+
+
+class Desk:
+    """Facts and their recording. `journal` is set once the run is ours."""
+
+    journal: Journal
+
+    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float) -> None:
+        """Nothing is known yet."""
+        self.agent = AgentLink(loop, self.on_message, self.on_agent_death)
+        self.attempt: Attempt | None = None
+        self.control = SetControl(stop=False, save=0)
+        self.stop_asked: float | None = None
+        self.hurry = False
+        self.answers: dict[type, Any] = {}
+        self.agent_status: int | None = None
+        self._loop = loop
+        self._delegate = delegate
+        self._node = node
+        self._stop_s = stop_s
+        self._told: set[tuple[str, int, int]] = set()
+
+    def links(self) -> Links:
+        """What the delegate may do."""
+        return Links(
+            to_keeper=lambda payload: self.agent.send(ToKeeper(payload=payload)),
+            to_worker=lambda rank, payload: self.agent.send(ToWorker(rank=rank, payload=payload)),
+            request_stop=self.request_stop,
+            request_save=self.request_save,
+            wake=lambda: self._loop.call_soon(self.tick),
+        )
+
+    def tick(self) -> None:
+        """The delegate's turn, and another try at what the ledger did not take."""
+        self.journal.write()
+        self.journal.extend(self._delegate.tick(time.time()))
+
+    # what people and schedulers ask for
+
+    def on_signal(self, number: int) -> None:
+        """SIGINT or SIGTERM; a second one, not of the same volley, means at once."""
+        if self.stop_asked is not None and time.monotonic() - self.stop_asked > IMPATIENT_S:
+            self.hurry = True
+        self.request_stop(signal.Signals(number).name)
+
+    def request_stop(self, by: str) -> None:
+        """Finish the step, save, leave."""
+        if self.stop_asked is None:
+            self.stop_asked = time.monotonic()
+            self.journal.append(events.StopRequested(t=time.time(), by=by))
+        self._set(SetControl(stop=True, save=self.control.save))
+
+    def request_save(self) -> None:
+        """Save once more, soon."""
+        self._set(SetControl(stop=self.control.stop, save=self.control.save + 1))
+
+    def _set(self, control: SetControl) -> None:
+        self.control = control
+        self.agent.send(control)
+
+    @property
+    def stop_overdue(self) -> bool:
+        """Whether the workers have had their time to stop."""
+        return self.hurry or (self.stop_asked is not None and time.monotonic() - self.stop_asked > self._stop_s)
+
+    def on_client(self, request: ClientRequest) -> ClientReply:
+        """`ftrain status|save|stop`."""
+        match request.kind:
+            case "status":
+                return ClientReply(ok=True, data=self.status())
+            case "save":
+                self.request_save()
+            case "stop":
+                self.request_stop(str(request.args.get("by", "ftrain stop")))
+            case kind:
+                return ClientReply(ok=False, error=f"unknown request {kind!r}; known: status, save, stop")
+        return ClientReply(ok=True, data={"step": self.journal.state.step})
+
+    def status(self) -> dict[str, Any]:
+        """The run as it stands, in plain JSON values."""
+        state, attempt = self.journal.state, self.attempt
+        decision = state.last_decision
+        return {
+            "phase": str(state.phase),
+            "epoch": state.epoch,
+            "attempt": state.attempt,
+            "attempts": state.attempts,
+            "layout": state.layout,
+            "step": state.step,
+            "loss": state.loss,
+            "eval_loss": state.eval_loss,
+            "snapshot_step": state.snapshot_step,
+            "committed_step": state.committed_step,
+            "interruptions": len(state.interruptions),
+            "last_decision": {"action": decision.action, "reason": decision.reason} if decision else None,
+            "agent_pid": self.agent.pid,
+            "stopping": self.control.stop,
+            "workers": attempt.describe() if attempt is not None else {},
+            "run": self._delegate.status(),
+        }
+
+    # what the agent tells
+
+    def on_message(self, message: Any) -> None:
+        """Everything but its hello."""
+        match message:
+            case FromWorker(rank=rank, attempt=attempt, payload=payload):
+                self.journal.extend(self._delegate.on_worker(rank, attempt, payload))
+            case FromKeeper(payload=payload):
+                self.journal.extend(self._delegate.on_keeper(payload))
+            case Heartbeats(beats=beats) if self.attempt is not None:
+                self.attempt.report(beats)
+            case Exited():
+                self._exited(message)
+            case Signalled():
+                self._signalled(message)
+            case Started():
+                self._started(message)
+            case Failing(rank=rank, attempt=attempt, error=error):
+                self._failing(rank, attempt, error)
+            case Spawned(attempt=attempt, rank=rank, pid=pid) if self._is_current(attempt):
+                self._current().workers[rank].pid = pid
+            case Prepared() | PrepareFailed() | EvidenceCollected() | Refused():
+                self.answers[type(message)] = message
+
+    def _is_current(self, attempt: int) -> bool:
+        return self.attempt is not None and attempt == self.attempt.number
+
+    def _current(self) -> Attempt:
+        assert self.attempt is not None
+        return self.attempt
+
+    def _exited(self, message: Exited) -> None:
+        if message.kind == "worker" and self._is_current(message.attempt):
+            self._current().exited(message)
+        told = (message.kind, message.attempt, message.rank if message.rank is not None else message.pid)
+        if told in self._told:
+            return
+        self._told.add(told)
+        self.journal.append(
+            events.ProcessDied(
+                t=message.t,
+                attempt=message.attempt,
+                kind=message.kind,
+                pid=message.pid,
+                status=message.status,
+                rank=message.rank,
+                node=self._node,
+                ours=message.ours,
+            )
+        )
+
+    def _signalled(self, message: Signalled) -> None:
+        sent = events.SignalSent(
+            t=message.t,
+            attempt=message.attempt,
+            pid=message.pid,
+            kind=message.kind,
+            signal=message.signal,
+            reason=message.reason,
+            rank=message.rank,
+        )
+        self.journal.append(sent)
+
+    def _started(self, message: Started) -> None:
+        log.info("%s started, pid %d%s", message.kind, message.pid, " (again)" if message.restarted else "")
+        if message.kind == "keeper":
+            self.journal.extend(self._delegate.on_keeper_started(restarted=message.restarted))
+
+    def _failing(self, rank: int, attempt: int, error: str) -> None:
+        log.warning("rank %d of attempt %d fails: %s", rank, attempt, error)
+        if self._is_current(attempt):
+            self._current().fails(rank, error)
+
+    def on_agent_death(self, pid: int, status: int | None, ours: bool) -> None:
+        """The agent is gone, whoever ended it."""
+        self.agent_status = status
+        died = events.ProcessDied(t=time.time(), kind="agent", pid=pid, status=status, node=self._node, ours=ours)
+        self.journal.append(died)

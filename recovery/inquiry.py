@@ -1,0 +1,68 @@
+"""From evidence to a recorded decision: verdict, then decision, each in the ledger before anybody acts on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from recovery import events
+from recovery.attempt import Attempt
+from recovery.classify import classify
+from recovery.delegate import AttemptEndInfo
+from recovery.events import Verdict
+from recovery.evidence import Evidence
+from recovery.journal import Journal
+from recovery.policy import Decision, Limits, decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One interruption, understood and decided on."""
+
+    verdict: Verdict
+    decision: Decision
+    info: AttemptEndInfo
+
+
+def judge(
+    journal: Journal,
+    evidence: Evidence,
+    limits: Limits,
+    *,
+    attempt: Attempt | None,
+    verdict_id: str,
+    agent_survived: bool,
+) -> Case:
+    """Classify and decide. If an earlier coordinator did so for this attempt and died, its decision stands."""
+    number = attempt.number if attempt is not None else journal.state.attempt
+    verdict = classify(evidence)
+    earlier = journal.state.last_decision
+    if earlier is not None and attempt is not None and earlier.attempt == number:
+        decision = Decision(action=earlier.action, reason=earlier.reason, wait_s=earlier.wait_s)
+    else:
+        decision = _record(journal, verdict, limits, number, verdict_id)
+    info = AttemptEndInfo(
+        attempt=number,
+        workers=attempt.dead() if attempt is not None else (),
+        verdict=verdict,
+        action=decision.action,
+        agent_survived=agent_survived,
+    )
+    return Case(verdict=verdict, decision=decision, info=info)
+
+
+def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, verdict_id: str) -> Decision:
+    history = journal.state.history  # without this interruption
+    classified = events.InterruptionClassified(t=time.time(), attempt=number, verdict_id=verdict_id, verdict=verdict)
+    journal.append(classified)
+    decision = decide(verdict, history, limits)
+    decided = events.Decided(
+        t=time.time(),
+        attempt=number,
+        action=decision.action,
+        reason=decision.reason,
+        wait_s=decision.wait_s,
+        verdict_id=verdict_id,
+    )
+    journal.append(decided)
+    return decision

@@ -1,0 +1,58 @@
+"""The coordinator's pen: every event goes to the ledger first, then into the state the decisions are made from.
+
+A full local disk must not end a healthy training run: what cannot be written is kept in memory, in order, and tried again with
+each further event and each tick, and the log says so. Only then may something have been done that is not yet on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from recovery.events import Event
+from recovery.state import RunState, apply
+
+log = logging.getLogger(__name__)
+
+
+class EventWriter(Protocol):
+    """What the coordinator needs of a ledger (recovery.ledger.Ledger is one)."""
+
+    def append(self, event: Event) -> None:
+        """Record the event; a decision is durable on return."""
+
+
+class Journal:
+    """Ledger and state in step. One thread."""
+
+    def __init__(self, ledger: EventWriter, state: RunState, on_event: Callable[[Event], None] | None = None) -> None:
+        """Go on from `state`, the fold of everything already in the ledger. `on_event` sees each event after it is written."""
+        self.state = state
+        self._ledger = ledger
+        self._on_event = on_event
+        self._unwritten: deque[Event] = deque()
+
+    def append(self, event: Event) -> None:
+        """Record one event."""
+        self._unwritten.append(event)
+        self.write()
+        self.state = apply(self.state, event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def extend(self, events: Iterable[Event]) -> None:
+        """Record several."""
+        for event in events:
+            self.append(event)
+
+    def write(self) -> bool:
+        """Write what is not written yet; whether nothing is left."""
+        try:
+            while self._unwritten:
+                self._ledger.append(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            log.error("the ledger cannot be written, %d events wait in memory: %s", len(self._unwritten), error)
+        return not self._unwritten
