@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotState
 from storage.errors import ObjectMissing
-from storage.manifest import Manifest, PackInfo, PackManifest, merge
+from storage.manifest import Manifest, PackInfo, PackManifest
+from storage.merge import merge
 from storage.objects import ByteRange, Capabilities, ObjectInfo, ObjectStore
 
 
@@ -123,4 +124,5 @@ def snapshot_manifest(snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot]) 
         attempt=snapshot.attempt,
         step=snapshot.step,
         progress=slots[snapshot.slots[0]].progress(),
+        created_s=0.0,
     )

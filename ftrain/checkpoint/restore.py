@@ -157,7 +157,7 @@ def live_digests(engine: Restorable) -> dict[str, int]:
     specs = list(engine.array_specs())
     index = {spec.name: i for i, spec in enumerate(specs)}
     totals = [0] * len(specs)
-    for piece in engine.pieces():
+    for piece in (piece for piece in engine.pieces() if piece.owner):
         spec = specs[index[piece.array]]
         stored = piece.tensor.detach().to(TORCH_DTYPES[piece.dtype]).reshape(piece.box.shape)
         bits = _view(stored)
@@ -172,7 +172,7 @@ def live_digests(engine: Restorable) -> dict[str, int]:
 def _prove(engine: Restorable, manifest: Manifest) -> str | None:
     """What differs between the live state and the manifest's digests; the same answer on every rank."""
     live = live_digests(engine)
-    wrong = [name for name, digest in live.items() if name in manifest.digests and int(manifest.digests[name], 16) != digest]
+    wrong = [name for name, digest in live.items() if name in manifest.digests and manifest.digests[name] != digest]
     return f"the loaded state is not the saved one: digests differ for {', '.join(sorted(wrong)[:5])}" if wrong else None
 
 

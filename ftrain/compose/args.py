@@ -11,9 +11,10 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of ftrain.compose.worker:main."""
 
     config: dict[str, Any]
-    url: str
+    restore_url: str  # the run whose checkpoints the state may come from: this one, or the one it begins from
     local_dir: str
-    storage_step: int | None  # newest committed step, or None
+    storage_step: int | None  # newest committed step there, or None
+    stored_step: int  # newest committed step of this run, 0 if there is none
     own_slots: list[str]  # this rank's arena slots
     source_slots: list[str]  # all slots a snapshot may be restored from
     layout: str

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ftrain.checkpoint.messages import PackStored, Settled
 from recovery.events import CheckpointCommitted, CheckpointFailed, Event
-from storage.manifest import merge
+from storage.merge import merge
 from storage.retention import Policy
 from storage.run import RunStore
 
@@ -89,6 +89,7 @@ class Committer:
                 attempt=job.attempt,
                 step=job.step,
                 progress=job.parts[0].progress,
+                created_s=time.time(),
             )
             self._run.commit(manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run

@@ -10,6 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from ftrain.checkpoint.messages import (
     decode_worker,
     encode,
 )
-from ftrain.compose.args import Memo, WorkerArgs
+from ftrain.compose.args import Launch, Memo, WorkerArgs
 from ftrain.compose.committer import Committer, Job
 from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.compose.metrics import MetricsFile
@@ -37,6 +38,7 @@ from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
 from recovery.events import Event
+from recovery.owner import this_process
 from storage.retention import Policy
 from storage.run import RunStore
 
@@ -47,11 +49,12 @@ class RunDelegate(Delegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
     def __init__(
-        self, config: Config, run: RunStore, *, url: str, local: str, policies: Sequence[Policy], owner: dict[str, Any]
+        self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[Policy]
     ) -> None:
-        self._config, self._run, self._url, self._local, self._owner = config, run, url, local, owner
+        self._launch, self._config, self._run = launch, config, run
+        self._url, self._local = config.run.url, str(folder)
         self._policies = policies
-        self._metrics = MetricsFile(local)
+        self._metrics = MetricsFile(self._local)
         self._links: Links | None = None
         self._committer: Committer | None = None
         self._epoch = 0
@@ -78,14 +81,35 @@ class RunDelegate(Delegate):
         return self._links
 
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
-        """Take the epoch that starts from the newest commit."""
+        """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there."""
         self._links = links
         self._committed = newest_step(self._run)
-        self._epoch = self._run.take_epoch(owner=self._owner, starts_from=self._committed)
-        self._committer = Committer(
-            self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake
+        owner = this_process()
+        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
+        self._committer = Committer(self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake)
+        started = events.RunStarted(
+            t=time.time(),
+            run_id=self._url,
+            config_fingerprint=self._launch.fingerprint,
+            config=self._launch.config,
+            layout=self._layout,
+            owner=msgspec.to_builtins(owner),
+            resumed_from_step=self._committed,
+            epoch=self._epoch,
+            readopted=resumed,
         )
-        return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=self._committed)]
+        taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
+        changed = [events.ConfigChanged(t=started.t, changes=tuple(self._launch.changes))] if self._is_first() else []
+        return [started, taken, *changed]
+
+    def _is_first(self) -> bool:
+        """Whether this is the first coordinator of this launch that has changes to record."""
+        marker = Path(self._local) / "changes-recorded"
+        wanted = msgspec.json.encode(self._launch.changes)
+        if not self._launch.changes or (marker.exists() and marker.read_bytes() == wanted):
+            return False
+        marker.write_bytes(wanted)
+        return True
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the workers'."""
@@ -97,8 +121,9 @@ class RunDelegate(Delegate):
         memfds = {
             slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)
         }
-        in_memory = self._memory_step is not None and self._memory_step >= (self._committed or 0)
-        restored = self._memory_step if in_memory else self._committed
+        stored = self._origin[1]
+        in_memory = self._memory_step is not None and self._memory_step >= (stored or 0)
+        restored = self._memory_step if in_memory else stored
         return AttemptPlan(
             layout=self._layout,
             workers=tuple(self._worker(rank, list(memfds)) for rank in range(world)),
@@ -111,12 +136,20 @@ class RunDelegate(Delegate):
             ),
         )
 
+    @property
+    def _origin(self) -> tuple[str, int | None]:
+        """Whose checkpoint the next attempt may load, and which: this run's, or before there is one, that of `--from`."""
+        if self._committed is None and self._launch.origin_url:
+            return self._launch.origin_url, self._launch.origin_step
+        return self._url, self._committed
+
     def _worker(self, rank: int, slots: list[str]) -> WorkerSpec:
         args = WorkerArgs(
             config=msgspec.to_builtins(self._config),
-            url=self._url,
+            restore_url=self._origin[0],
             local_dir=self._local,
-            storage_step=self._committed,
+            storage_step=self._origin[1],
+            stored_step=self._committed or 0,
             own_slots=[name for name in slots if f"-r{rank:05d}-" in name],
             source_slots=slots,
             layout=self._layout,

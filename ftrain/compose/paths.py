@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from ftrain.config import Config
+from ftrain.data.stdlib import cache_root
 
 
 def is_local(url: str) -> bool:
@@ -27,8 +27,7 @@ def local_dir_of(url: str, override: str = "") -> Path:
         return Path(override).expanduser().absolute()
     if is_local(url):
         return Path(url.removeprefix("file://")).expanduser().absolute() / "local"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ftrain" / "runs" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return Path(cache_root()) / "runs" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def local_dir(config: Config) -> Path:

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot
+from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, encode
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.compose.args import WorkerArgs
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
+from ftrain.data.stdlib import cache_root
 from ftrain.faults import Faults
 from ftrain.load import fingerprint
 from ftrain.parallel.mesh import Mesh
@@ -30,7 +32,6 @@ from ftrain.train.loop import Loop, Progress
 from ftrain.train.step import Engine
 from recovery.worker import WorkerContext
 from storage.objects import open_store
-from storage.pack import plan_pack
 from storage.run import RunStore
 
 
@@ -65,11 +66,12 @@ def main(context: WorkerContext) -> None:
 
     context.heartbeat.beat("build")
     mesh = Mesh(mesh_shape(config), context.rank)
+    dataset = Dataset(config, root=cache_root())
     engine = Engine(
         config,
         mesh=mesh,
         device=device,
-        dataset=Dataset(config),
+        dataset=dataset,
         progress=lambda phase, microbatch: context.heartbeat.beat(phase, microbatch=microbatch),
     )
     context.heartbeat.beat("restore")
@@ -79,12 +81,13 @@ def main(context: WorkerContext) -> None:
         "fingerprint": fingerprint(config),
         "layout": args.layout,
         "numeric_environment": numeric_environment(device, engine.compute_dtype),
+        "data": dataset.identity,
     }
     progress = Progress.from_record(restored.progress, constant)
     _warn(restored, constant)
     saver = Saver(
         [(name, slots[name]) for name in args.own_slots],
-        plan_pack({spec.name: spec for spec in engine.array_specs()}, [(piece.array, piece.box) for piece in engine.pieces()]),
+        rank_layout(config, mesh.coordinate),
         identity=(context.epoch, context.attempt, context.rank, world),
         announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
         reached=faults.reached,
@@ -112,7 +115,7 @@ def main(context: WorkerContext) -> None:
         reached=faults.reached,
         rank=context.rank,
         saves_handled=context.control.save,
-        stored_step=args.storage_step or 0,
+        stored_step=args.stored_step,
     )
     final = loop.run(progress)
     if context.rank == 0:
@@ -142,7 +145,7 @@ def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> No
 
 
 def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:
-    run = RunStore(open_store(args.url)) if args.storage_step is not None else None
+    run = RunStore(open_store(args.restore_url)) if args.storage_step is not None else None
     restored = restore(
         engine,
         slots={name: slots[name] for name in args.source_slots},

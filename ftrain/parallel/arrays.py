@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-
-import torch
+from typing import TYPE_CHECKING
 
 from ftrain.parallel.buckets import row_units
 from ftrain.parallel.layout import Kind, ParameterSpec
 from ftrain.parallel.shape import MeshShape
 from storage.box import Box
-from storage.grid import tile_shape
+from storage.grid import DTYPES, tile_shape
 from storage.pack import ArraySpec
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ = "weights", "master", "exp_avg", "exp_avg_sq"
 SLOTS = (WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -25,17 +27,34 @@ SLOTS = (WEIGHTS, MASTER, EXP_AVG, EXP_AVG_SQ)
 
 @dataclass(frozen=True, slots=True)
 class StateTypes:
-    """Element types of the state. Gradients are summed in `state`, whatever the weights are."""
+    """Element types of the state. Gradients are summed in `state`, whatever the weights are.
 
-    weights: torch.dtype = torch.bfloat16
-    state: torch.dtype = torch.float32
+    Kept by name, because the supervisor sizes arenas with this table and never imports torch.
+    """
+
+    weights_name: str = "bfloat16"
+    state_name: str = "float32"
+
+    def name_of(self, slot: str) -> str:
+        """The name of the dtype of an array named `slot/...`."""
+        return self.weights_name if slot == WEIGHTS else self.state_name
 
     def of(self, slot: str) -> torch.dtype:
         """The dtype of an array named `slot/...`."""
-        return self.weights if slot == WEIGHTS else self.state
+        return torch_dtype(self.name_of(slot))
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return torch_dtype(self.weights_name)
+
+    @property
+    def state(self) -> torch.dtype:
+        """The dtype of masters, moments and summed gradients."""
+        return torch_dtype(self.state_name)
 
 
-EXACT = StateTypes(torch.float64, torch.float64)  # what `certify` compares with
+EXACT = StateTypes("float64", "float64")  # what `certify` compares with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """ "bfloat16" -> `torch.bfloat16`."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def array_specs(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: float, types: StateTypes) -> list[ArraySpec]:
     """All arrays of the state, the same list on every rank."""
     units = row_units(specs, mesh, bucket_bytes=bucket_bytes)
@@ -61,13 +89,13 @@ def array_specs(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes
 
 
 def _array_spec(spec: ParameterSpec, slot: str, mesh: MeshShape, row_tile: int | None, types: StateTypes) -> ArraySpec:
-    dtype = types.of(slot)
+    dtype = types.name_of(slot)
     attributes: dict[str, str | int | float | bool | list[str]] = {"tied": list(spec.tied)} if spec.tied else {}
     return ArraySpec(
         name=f"{slot}/{spec.name}",
         shape=spec.shape,
-        dtype=dtype_name(dtype),
-        tile=_tile(spec, mesh, row_tile, dtype.itemsize),
+        dtype=dtype,
+        tile=_tile(spec, mesh, row_tile, DTYPES[dtype]),
         attributes=attributes,
     )
 

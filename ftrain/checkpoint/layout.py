@@ -1,0 +1,50 @@
+"""What each rank writes to a checkpoint, computed without torch: the supervisor sizes the arenas before any worker lives.
+
+The order of the boxes is the one in which the optimizer lists its live pieces; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ftrain.checkpoint.arena import slot_nbytes
+from ftrain.config import Config
+from ftrain.parallel.arrays import EXACT, SLOTS, StateTypes, array_specs
+from ftrain.parallel.buckets import plan_buckets, state_boxes
+from ftrain.parallel.layout import parameters
+from ftrain.parallel.shape import Coordinate, MeshShape, mesh_shape
+from storage.pack import PackLayout, plan_pack
+
+
+def rank_layout(config: Config, coordinate: Coordinate) -> PackLayout:
+    """The pack that one place of the mesh writes. It declares every array of the state, so that what nobody writes is found."""
+    return _Planner(config).layout(coordinate)
+
+
+def rank_slot_nbytes(config: Config) -> list[int]:
+    """Bytes of one arena slot of each rank, in rank order."""
+    planner = _Planner(config)
+    return [slot_nbytes(planner.layout(coordinate)) for coordinate in planner.mesh.coordinates()]
+
+
+def layout_text(config: Config) -> str:
+    """The layout in words: what the ledger and the checkpoints say of who wrote them."""
+    return str(mesh_shape(config))
+
+
+class _Planner:
+    """Everything that is the same for all places of a mesh."""
+
+    def __init__(self, config: Config) -> None:
+        types = EXACT if config.machine.compute_dtype == "float64" else StateTypes()
+        self.mesh: MeshShape = mesh_shape(config)
+        self._specs = parameters(config.model, self.mesh)
+        self._bucket_bytes = config.parallel.bucket_mib * 2**20
+        arrays = array_specs(self._specs, self.mesh, bucket_bytes=self._bucket_bytes, types=types)
+        self._arrays = {spec.name: spec for spec in arrays}
+
+    def layout(self, coordinate: Coordinate) -> PackLayout:
+        buckets = plan_buckets(self._specs, self.mesh, coordinate, bucket_bytes=self._bucket_bytes)
+        boxes = [(f"{slot}/{name}", box) for name, box in state_boxes(buckets, self.mesh, coordinate) for slot in SLOTS]
+        return replace(plan_pack(self._arrays, boxes), specs=self._arrays)
+

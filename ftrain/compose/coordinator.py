@@ -1,0 +1,96 @@
+"""The coordinator's process: `python -P -m ftrain.compose.coordinator LOCAL_DIR`. Composes the run and hands it to recovery.
+
+Reads everything from the run's local folder, so that it can be started again at any time by anybody. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ftrain.compose.args import Launch
+from ftrain.compose.delegate import RunDelegate
+from ftrain.compose.launch import keeper_argv
+from ftrain.compose.ledgers import StoreSink
+from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
+from ftrain.faults import CommitPoints, Faults
+from recovery.codes import ExitCode
+from recovery.coordinator import Coordinator, CoordinatorSpec
+from recovery.ledger import Ledger, read_all
+from recovery.policy import Limits
+from recovery.state import RunState, fold
+from storage import retention
+from storage.errors import StorageError
+from storage.objects import ObjectStore, open_store
+from storage.run import RunStore
+
+WORKER_MODULE = "ftrain.compose.worker"
+
+
+def main(argv: list[str]) -> int:
+    """Run the coordinator of the run in `argv[0]`; returns the exit code of the whole run."""
+    folder = Path(argv[0])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    launch = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
+    config = msgspec.convert(launch.config, Config)
+    try:
+        store = open_store(config.run.url)
+    except StorageError as error:
+        logging.error("%s", error)
+        return ExitCode.STORAGE
+    ending = compose(folder, launch, config, store).run()
+    logging.info("%s: %s", ending.outcome, ending.reason)
+    return ending.code
+
+
+def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) -> Coordinator:
+    """Everything a run is made of, put together."""
+    faults = Faults(config.faults, folder / "faults")
+    delegate = RunDelegate(
+        launch,
+        config,
+        RunStore(CommitPoints(store, faults) if config.faults else store),
+        folder=folder,
+        policies=policies(config),
+    )
+    recovery = config.recovery
+    spec = CoordinatorSpec(
+        local_dir=folder,
+        zygote_preload=WORKER_MODULE,
+        keeper_argv=tuple(keeper_argv(folder)),
+        env={"OPENBLAS_NUM_THREADS": "1"},
+        lease_s=recovery.lease_s,
+        hang_s=recovery.hang_s,
+        start_s=recovery.start_s,
+        stop_s=recovery.stop_s,
+        take_over=launch.take_over,
+    )
+    limits = Limits(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s, backoff_max_s=recovery.backoff_max_s)
+
+    def open_ledger(epoch: int) -> tuple[Ledger, RunState]:
+        sink = StoreSink(store)
+        state = fold(read_all(folder / "ledger", sink))
+        return Ledger(folder / "ledger", sink, epoch), state
+
+    return Coordinator(delegate, spec, open_ledger, limits)
+
+
+def policies(config: Config) -> list[retention.Policy]:
+    """The retention policies of a config."""
+    made: list[retention.Policy] = []
+    for policy in config.checkpoint.retention:
+        match policy:
+            case KeepLast():
+                made.append(retention.KeepLast(policy.n))
+            case KeepEvery():
+                made.append(retention.KeepEvery(policy.steps))
+            case KeepBest():
+                made.append(retention.KeepBest(policy.n))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""A stored model, looked at by one process: a few tokens of it, and its loss beside what simple counts can do."""
+
+from __future__ import annotations
+
+from ftrain.compose.paths import absolute_url
+from ftrain.config import Config
+from storage.errors import FormatError
+from storage.objects import open_store
+from storage.run import Checkpoint, RunStore
+
+
+def sample_text(
+    url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int
+) -> str:
+    """`prompt` and what the weights of a checkpoint add to it."""
+    from ftrain.data.tokenizer import load_tokenizer
+    from ftrain.train.sample import generate
+
+    store = open_store(absolute_url(url))
+    try:
+        checkpoint = RunStore(store).open(step)
+        config = config_of(checkpoint)
+        weights = {
+            spec.name.removeprefix("weights/"): checkpoint.read(spec.name)
+            for spec in checkpoint.manifest.arrays
+            if spec.name.startswith("weights/")
+        }
+    finally:
+        store.close()
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    start = tokenizer.encode(prompt)
+    out = generate(config.model, weights, start, tokens=tokens, temperature=temperature, seed=seed)
+    return tokenizer.decode(out)
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """The config a checkpoint was trained with."""
+    import msgspec
+
+    try:
+        return msgspec.convert(checkpoint.progress["config"], Config)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise FormatError(f"the checkpoint of step {checkpoint.step} has no config this version can read: {error}") from error
+
+
+def heldout_comparison(config: Config) -> tuple[float, float, float]:
+    """(held-out loss of the newest checkpoint, unigram entropy, bigram entropy), nats per token on the same held-out tokens."""
+    from ftrain.data.dataset import Dataset
+    from ftrain.data.stdlib import cache_root
+
+    store = open_store(absolute_url(config.run.url))
+    try:
+        progress = RunStore(store).open(None).progress
+    finally:
+        store.close()
+    if progress.get("eval_loss") is None or progress.get("eval_step") != progress.get("step"):
+        raise FormatError("the newest checkpoint carries no evaluation of its own step: set evaluate.every_steps to divide run.steps")
+    dataset = Dataset(config, root=cache_root())
+    sequences = config.evaluate.sequences
+    return float(progress["eval_loss"]), dataset.unigram_entropy(sequences=sequences), dataset.bigram_entropy(sequences=sequences)
