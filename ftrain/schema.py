@@ -8,10 +8,11 @@ come from `ftrain.config`, which stays the only owner.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import NODEFAULT
@@ -99,7 +100,7 @@ def toml_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, but for DEL
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {toml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -236,7 +237,7 @@ def _elsewhere(key: str) -> str:
     """For a key that stands in the wrong table: nothing closer is known here, so say where such keys live."""
     from ftrain.config import Config  # the schema itself, only for this hint
 
-    for section in mi.type_info(Config).fields:  # type: ignore[attr-defined]
+    for section in cast(mi.StructType, mi.type_info(Config)).fields:
         inner = bare(section.type)
         if isinstance(inner, mi.StructType) and any(field.encode_name == key for field in inner.fields):
             return f"did you mean `{section.encode_name}.{key}`?"

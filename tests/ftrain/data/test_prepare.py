@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -155,6 +156,13 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path: Path, content: str | None, w
         path.write_text(content)
     with pytest.raises(TokenizerError, match=words):
         load_tokenizer(str(path))
+
+
+def test_a_tokenizer_file_without_the_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizerError, match=r"pip install 'ftrain-runtime\[tokenizers\]'"):
+        load_tokenizer(str(tmp_path / "t.json"))
 
 
 def test_the_standard_library_is_the_files_in_order(stdlib_root: str) -> None:
