@@ -1,10 +1,13 @@
-"""Injected faults: a named point, a step, a rank. For demonstrations, tests and drills; a run without `[[faults]]` pays one comparison.
+"""Injected faults: a named point, a step, a rank. For demonstrations, tests and drills; a run without `[[faults]]`
+pays one comparison.
 
-A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act ends. Points:
+A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act
+ends. Points:
 
 - in a worker: `step` (between two steps), `copy` (in the middle of a snapshot), `restore` (after the state is back)
 - in the keeper: `upload` (in the middle of a pack)
 - in the coordinator: `before_manifest`, `after_manifest`, `before_commit`, `after_commit`
+
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Arena slots: where a snapshot lives between the training loop's copy and storage.
 
-A slot is one memfd of the agent, so it outlives the worker that fills it and the keeper that reads it. It describes itself: a header
-page, the table of what lies where, the progress record, then the payload, which is byte for byte the pack that goes to storage
-(chunks with room for their crc32c). So a slot *is* a checkpoint: the keeper streams it without assembling anything, a restarted
-worker reads it through the planner and reader that read object storage, and a new keeper needs nothing but the descriptor.
+A slot is one memfd of the agent, so it outlives the worker that fills it and the keeper that reads it. It describes
+itself: a header page, the table of what lies where, the progress record, then the payload, which is byte for byte
+the pack that goes to storage (chunks with room for their crc32c). So a slot *is* a checkpoint: the keeper streams it
+without assembling anything, a restarted worker reads it through the planner and reader that read object storage, and
+a new keeper needs nothing but the descriptor.
 
-Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again) and the crcs.
-State words are aligned 4-byte stores, written last; x86 and the mmap of one machine keep their order.
+Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again)
+and the crcs. State words are aligned 4-byte stores, written last; x86 and the mmap of one machine keep their order.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def slot_nbytes(layout: PackLayout) -> int:
 
 
 def slot_name(rank: int, index: int, generation: int) -> str:
-    """Name of a rank's slot. A changed layout starts a new generation, so that old slots can be read while new ones are filled."""
+    """Name of a rank's slot. A changed layout starts a new generation, so that old slots can be read while new ones
+    are filled.
+    """
     return f"arena-g{generation:04d}-r{rank:05d}-s{index}"
 
 
@@ -190,8 +193,8 @@ class ArenaSlot:
     def seal(self) -> None:
         """Write every chunk's crc32c. Idempotent: two sealers of a complete slot write the same values.
 
-        The worker may overwrite a slot that is being sealed (no upload is owed); the token names the snapshot that was meant, so a
-        seal that comes too late never vouches for the next one.
+        The worker may overwrite a slot that is being sealed (no upload is owed); the token names the snapshot that
+        was meant, so a seal that comes too late never vouches for the next one.
         """
         header = self.header()
         if not header.sealed:

@@ -1,8 +1,8 @@
 """The copy of live state into an arena slot: the only thing the training loop ever waits for.
 
-The arena is filled in tile order, each chunk followed by four bytes for its crc32c. That is a strided view of the payload, so a whole
-box is one `copy_` per interior and edge region, at the speed of a memcpy, and rounding the masters to bfloat16 happens in the same
-pass. Views are made once per slot and reused: a snapshot allocates nothing.
+The arena is filled in tile order, each chunk followed by four bytes for its crc32c. That is a strided view of the
+payload, so a whole box is one `copy_` per interior and edge region, at the speed of a memcpy, and rounding the
+masters to bfloat16 happens in the same pass. Views are made once per slot and reused: a snapshot allocates nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ CopyPair = tuple[torch.Tensor, torch.Tensor]
 def copy_pairs(
     payload: np.ndarray[Any, np.dtype[np.uint8]], layout: PackLayout, pieces: Sequence[StatePiece]
 ) -> list[CopyPair]:
-    """(destination, source) views that, copied in order, put `pieces` where `layout` says. Parts and pieces match one to one."""
+    """(destination, source) views that, copied in order, put `pieces` where `layout` says. Parts and pieces match
+    one to one.
+    """
     if len(pieces) != len(layout.parts):
         raise ValueError(f"{len(pieces)} pieces of state for {len(layout.parts)} parts of the layout")
     buffer = torch.from_numpy(payload)
@@ -54,7 +56,9 @@ def _part_pairs(buffer: torch.Tensor, spec: ArraySpec, part: Part, source: torch
     if dtype.itemsize == 8:
         # the crc's four bytes break 8-byte alignment: move such elements as pairs of 4-byte words
         if source.dtype != dtype:
-            raise ValueError(f"{part.array}: the live tensor is {source.dtype}, the array {dtype}; 8-byte elements are not converted")
+            raise ValueError(
+                f"{part.array}: the live tensor is {source.dtype}, the array {dtype}; 8-byte elements are not converted"
+            )
         source = source.view(torch.int32)
         dtype, tile, shape = torch.int32, (*tile[:-1], tile[-1] * 2), tuple(source.shape)
     grid = [math.ceil(n / t) for n, t in zip(shape, tile, strict=True)]

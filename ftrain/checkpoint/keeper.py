@@ -1,8 +1,9 @@
 """The keeper: a torch-free process that seals snapshots and streams them to storage while training goes on.
 
-It holds nothing that it could not find again: the slots are the agent's memfds and describe themselves, so a keeper that dies is simply
-replaced, and the new one looks through the headers for what storage is still owed. It also outlives the workers: a snapshot that was
-complete when its worker died is still stored, within the epoch in which it was taken.
+It holds nothing that it could not find again: the slots are the agent's memfds and describe themselves, so a keeper
+that dies is simply replaced, and the new one looks through the headers for what storage is still owed. It also
+outlives the workers: a snapshot that was complete when its worker died is still stored, within the epoch in which it
+was taken.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from storage.run import pack_key
+
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
 from ftrain.checkpoint.messages import KeeperMessage, PackFailed, PackStored, Settled
 from storage.digest import digest_part
 from storage.objects import ObjectStore
-from storage.run import pack_key
 
 BLOCK_NBYTES = 4 * 2**20
 THREADS = 2  # seal or stream two ranks' slots at once; more would only take cores from training

@@ -47,4 +47,3 @@ class _Planner:
         buckets = plan_buckets(self._specs, self.mesh, coordinate, bucket_bytes=self._bucket_bytes)
         boxes = [(f"{slot}/{name}", box) for name, box in state_boxes(buckets, self.mesh, coordinate) for slot in SLOTS]
         return replace(plan_pack(self._arrays, boxes), specs=self._arrays)
-

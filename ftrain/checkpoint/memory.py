@@ -6,14 +6,14 @@ Nothing here needs torch, so the keeper and the tools use it too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotState
 from storage.errors import ObjectMissing
 from storage.manifest import Manifest, PackInfo, PackManifest
 from storage.merge import merge
-from storage.objects import ByteRange, Capabilities, ObjectInfo, ObjectStore
+from storage.objects import ByteRange, Bytes, Capabilities, ObjectInfo, ObjectStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class ArenaStore(ObjectStore):
         """A copy of a range of the payload."""
         return bytes(self._payload(key)[rng.start : rng.stop])
 
-    def get_ranges(self, key: str, rngs: Sequence[ByteRange]) -> list[bytes]:
-        """Copies of ranges of the payload."""
-        return [self.get_range(key, rng) for rng in rngs]
+    def get_into(self, key: str, start: int, out: memoryview) -> None:
+        """One copy, from the arena to where it is wanted."""
+        out[:] = self._payload(key)[start : start + len(out)]
 
     def size(self, key: str) -> int:
         """Bytes of the payload."""
@@ -74,7 +74,7 @@ class ArenaStore(ObjectStore):
         """Whether there is such a slot."""
         return key in self._slots
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All slots whose name starts with `prefix`."""
         for name in sorted(self._slots):
             if name.startswith(prefix):
@@ -91,11 +91,11 @@ class ArenaStore(ObjectStore):
     def close(self) -> None:
         """Nothing to release: the slots belong to whoever opened them."""
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: Bytes) -> None:
         """Refused: workers fill slots, nobody else."""
         raise PermissionError("the memory tier is read-only")
 
-    def put_stream(self, key: str, blocks: object) -> int:
+    def put_stream(self, key: str, blocks: Iterable[Bytes]) -> int:
         """Refused, as put."""
         raise PermissionError("the memory tier is read-only")
 

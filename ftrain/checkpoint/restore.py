@@ -1,8 +1,9 @@
-"""Bring live state back: from the memory tier if it is as new, else from storage, and prove that it is the state that was saved.
+"""Bring live state back: from the memory tier if it is as new, else from storage, and prove that it is the state
+that was saved.
 
-All ranks go through the same candidates together. A candidate counts only if it loads on every rank: one rank's damaged chunk sends all
-of them to the next older one, with a message that says what was wrong. The proof: every chunk's crc32c, and where the manifest has
-digests, the layout-free digest of what is now live, summed over ranks.
+All ranks go through the same candidates together. A candidate counts only if it loads on every rank: one rank's
+damaged chunk sends all of them to the next older one, with a message that says what was wrong. The proof: every
+chunk's crc32c, and where the manifest has digests, the layout-free digest of what is now live, summed over ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from storage.run import Checkpoint, RunStore, Want
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
@@ -23,7 +25,6 @@ from storage.digest import digest_box
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.manifest import Manifest
 from storage.pack import ArraySpec
-from storage.run import Checkpoint, RunStore, Want
 
 
 class Restorable(Protocol):
@@ -67,8 +68,9 @@ def restore(
 ) -> Restored:
     """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
 
-    `storage_step`: the newest committed step, as the coordinator saw it; memory is preferred if it is as new. Returns source "init"
-    if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them loads.
+    `storage_step`: the newest committed step, as the coordinator saw it; memory is preferred if it is as new.
+    Returns source "init" if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them
+    loads.
     """
     passed_over: list[tuple[int, str]] = []
     snapshot = newest_snapshot(slots)
@@ -113,7 +115,9 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
 
 
 def _attempt(action: Callable[[], None]) -> str | None:
-    """Run `action`; what is wrong with the candidate, or None. Trouble with the store itself is not the candidate's fault: raised."""
+    """Run `action`; what is wrong with the candidate, or None. Trouble with the store itself is not the candidate's
+    fault: raised.
+    """
     try:
         action()
     except (Damaged, FormatError, CoverageError, ObjectMissing, NoCheckpoint) as error:
@@ -139,8 +143,7 @@ def _check_shapes(specs: Sequence[ArraySpec], manifest: Manifest) -> None:
     problems += [
         f"{spec.name} is {stored[spec.name].dtype} {tuple(stored[spec.name].shape)}, wanted {spec.dtype} {tuple(spec.shape)}"
         for spec in specs
-        if spec.name in stored
-        and (tuple(stored[spec.name].shape), stored[spec.name].dtype) != (tuple(spec.shape), spec.dtype)
+        if spec.name in stored and (tuple(stored[spec.name].shape), stored[spec.name].dtype) != (tuple(spec.shape), spec.dtype)
     ]
     if problems:
         raise CoverageError("the checkpoint is of another model: " + "; ".join(problems), problems=tuple(problems))
@@ -174,6 +177,3 @@ def _prove(engine: Restorable, manifest: Manifest) -> str | None:
     live = live_digests(engine)
     wrong = [name for name, digest in live.items() if name in manifest.digests and manifest.digests[name] != digest]
     return f"the loaded state is not the saved one: digests differ for {', '.join(sorted(wrong)[:5])}" if wrong else None
-
-
-

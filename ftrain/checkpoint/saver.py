@@ -1,8 +1,9 @@
 """The worker's half of a save: choose a slot, copy, publish. Everything after that is the keeper's.
 
-Which slot may be overwritten follows from one fact: a rank fills a slot for step s' only after a collective of a later step than s, and
-every rank completes its copy of s before it enters that collective. So the newest complete slot is complete on every rank, and each
-slot but that one may be filled again, unless storage is still owed its contents.
+Which slot may be overwritten follows from one fact: a rank fills a slot for step s' only after a collective of a
+later step than s, and every rank completes its copy of s before it enters that collective. So the newest complete
+slot is complete on every rank, and each slot but that one may be filled again, unless storage is still owed its
+contents.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Saver:
         announce: Callable[[str], None],
         reached: Callable[[str, int], None] = lambda point, step: None,
     ) -> None:
-        """`identity`: (epoch, attempt, rank, world). `announce` tells the keeper a slot's name. `reached` is told named points."""
+        """`identity`: (epoch, attempt, rank, world). `announce` tells the keeper a slot's name. `reached` is told
+        named points.
+        """
         self._slots = slots
         self._layout = layout
         self._epoch, self._attempt, self._rank, self._world = identity
@@ -60,7 +63,9 @@ class Saver:
         self._pairs: list[list[CopyPair] | None] = [None] * len(slots)
 
     def forget_after(self, step: int) -> None:
-        """Drop snapshots newer than the step this run goes on from: they were not complete on every rank, or were rolled back."""
+        """Drop snapshots newer than the step this run goes on from: they were not complete on every rank, or were
+        rolled back.
+        """
         for _, slot in self._slots:
             if slot.header().step > step:
                 slot.forget()
@@ -78,7 +83,9 @@ class Saver:
         return is_uploading(self.headers())
 
     def wait_until_free(self, *, upload: bool, beat: Callable[[], None] = lambda: None) -> float:
-        """Block until a snapshot may start; returns the seconds waited. A slow store is not a hang: `beat` is called meanwhile."""
+        """Block until a snapshot may start; returns the seconds waited. A slow store is not a hang: `beat` is called
+        meanwhile.
+        """
         begin = time.monotonic()
         while not self.has_free_slot() or (upload and self.is_uploading()):
             beat()

@@ -1,6 +1,6 @@
 """`ftrain ckpt`: look at the checkpoints of a run, read every byte of them, compare two.
 
-    ftrain ckpt verify runs/demo
+ftrain ckpt verify runs/demo
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def ckpt() -> None:
 @contextmanager
 def opened(url: str) -> Iterator[RunStore]:
     """The run's store."""
+    from storage.run import RunStore
+
     from ftrain.compose.paths import absolute_url
     from storage.objects import open_store
-    from storage.run import RunStore
 
     with told():
         store = open_store(absolute_url(url))
@@ -184,7 +185,6 @@ def diff(a: str, b: str, as_json: bool) -> None:
       ftrain ckpt diff runs/demo@150 runs/demo-unbroken@150
     """
     import msgspec
-
     from storage.diff import diff as compare
 
     (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)

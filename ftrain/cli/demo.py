@@ -1,7 +1,8 @@
 """`make demo`: the whole idea in two minutes.
 
-The run of configs/demo.toml twice: once unbroken, once with a worker killed in the middle. Then the report of the broken one, what the
-model has learnt, and the proof that nothing was lost: the digests of both final checkpoints, recomputed from what lies in storage.
+The run of configs/demo.toml twice: once unbroken, once with a worker killed in the middle. Then the report of the
+broken one, what the model has learnt, and the proof that nothing was lost: the digests of both final checkpoints,
+recomputed from what lies in storage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`ftrain`: the command line. Commands are imported when they are called, so `ftrain --help` and `ftrain report` never pay for torch.
+"""`ftrain`: the command line. Commands are imported when they are called, so `ftrain --help` and `ftrain report`
+never pay for torch.
 
-Every entry runs with Python's safe path (`-P`): a folder named `storage/` where the user happens to stand must not shadow ours. An
-entry that was started without it executes itself again.
+Every entry runs with Python's safe path (`-P`): a folder named `storage/` where the user happens to stand must not
+shadow ours. An entry that was started without it executes itself again.
 """
 
 from __future__ import annotations

@@ -17,13 +17,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
     """Ask the live coordinator of a run; leaves with a sentence if there is none."""
     from ftrain.compose.paths import absolute_url, local_dir_of
-    from recovery.client import ClientError, request
+    from recovery.client import NotRunningError
+    from recovery.client import ask as request
 
     folder = local_dir_of(absolute_url(run_url), local_dir)
     with told():
         try:
-            return request(folder, kind, **args)
-        except ClientError as error:
+            return request(folder, kind, args)
+        except (NotRunningError, ValueError) as error:
             render.fail(f"{run_url}: {error}", ExitCode.USAGE)
 
 

@@ -1,4 +1,6 @@
-"""What a person sees of a live run: one panel on a terminal, plain lines elsewhere. Fed from the ledger, so it can be wrong about nothing."""
+"""What a person sees of a live run: one panel on a terminal, plain lines elsewhere. Fed from the ledger, so it can
+be wrong about nothing.
+"""
 
 from __future__ import annotations
 

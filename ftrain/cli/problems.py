@@ -16,14 +16,14 @@ from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, St
 @contextmanager
 def told() -> Iterator[None]:
     """Turn the errors a user can do something about into a message and an exit code; bugs keep their traceback."""
-    from ftrain.compose.errors import Refused
+    from ftrain.compose.errors import RefusedError
     from ftrain.data.errors import DataError
 
     try:
         yield
     except ConfigProblems as error:
         render.fail(str(error), ExitCode.CONFIG)
-    except (Refused, MemoryLimitError, DataError) as error:
+    except (RefusedError, MemoryLimitError, DataError) as error:
         render.fail(str(error), ExitCode.CONFIG)
     except HeldError as error:
         render.fail(str(error), ExitCode.HELD)

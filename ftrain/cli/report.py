@@ -1,6 +1,6 @@
 """`ftrain report`: what a run did with its time, what interrupted it, and what that cost.
 
-    ftrain report runs/demo
+ftrain report runs/demo
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`ftrain run`: start a run, or go on with it.
 
-    ftrain run configs/demo.toml
+ftrain run configs/demo.toml
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def show_plan(config: object, *, as_json: bool) -> None:
     if as_json:
         import msgspec
 
-        render.json({"fingerprint": fingerprint(config), "config": msgspec.to_builtins(config), "layout": layout_summary(config)})
+        render.json(
+            {"fingerprint": fingerprint(config), "config": msgspec.to_builtins(config), "layout": layout_summary(config)}
+        )
         return
     render.data(to_toml(config))
     render.data(f"# fingerprint {fingerprint(config)}")

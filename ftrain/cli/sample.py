@@ -1,6 +1,6 @@
 """`ftrain sample`: a few tokens from a checkpoint, to see that it is a language model.
 
-    ftrain sample runs/demo@150 --prompt "def "
+ftrain sample runs/demo@150 --prompt "def "
 """
 
 from __future__ import annotations

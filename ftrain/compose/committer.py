@@ -1,7 +1,8 @@
 """Commits and collection, off the coordinator's thread.
 
-The coordinator must answer a death within milliseconds while storage may take minutes, so everything that touches the run's store after
-the start is a job of this one thread. Results are handed back as events when the coordinator ticks.
+The coordinator must answer a death within milliseconds while storage may take minutes, so everything that touches
+the run's store after the start is a job of this one thread. Results are handed back as events when the coordinator
+ticks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from storage.retention import Policy
+from storage.run import RunStore
+
 from ftrain.checkpoint.messages import PackStored, Settled
 from recovery.events import CheckpointCommitted, CheckpointFailed, Event
 from storage.merge import merge
-from storage.retention import Policy
-from storage.run import RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +115,7 @@ class Committer:
         try:
             self._run.collect(self._policies, now_s=time.time(), grace_s=self._grace_s, live=frozenset())
             self.collect_error = ""
-        except Exception as error:  # nothing is lost by collecting later: shown by `ftrain status`, tried again after the next commit
+        except (
+            Exception
+        ) as error:  # nothing is lost by collecting later: shown by `ftrain status`, tried again after the next commit
             self.collect_error = f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from storage.run import RunStore
 
 from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
@@ -25,7 +26,6 @@ from recovery.state import RunState, fold
 from storage import retention
 from storage.errors import StorageError
 from storage.objects import ObjectStore, open_store
-from storage.run import RunStore
 
 WORKER_MODULE = "ftrain.compose.worker"
 

@@ -1,7 +1,7 @@
 """The supervised side of a run: plans attempts, gathers packs into commits, and knows when the run is done.
 
-Lives in the coordinator's process, so it imports no torch: layouts are computed by the pure half of `ftrain.parallel`, and everything
-that touches storage after the start is a job of the committer's thread.
+Lives in the coordinator's process, so it imports no torch: layouts are computed by the pure half of
+`ftrain.parallel`, and everything that touches storage after the start is a job of the committer's thread.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from storage.retention import Policy
+from storage.run import RunStore
 
 from ftrain.checkpoint.arena import slot_name
+from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.messages import (
     Final,
     PackFailed,
@@ -32,15 +35,12 @@ from ftrain.checkpoint.messages import (
 )
 from ftrain.compose.args import Launch, Memo, WorkerArgs
 from ftrain.compose.committer import Committer, Job
-from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.compose.metrics import MetricsFile
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
 from recovery.events import Event
 from recovery.owner import this_process
-from storage.retention import Policy
-from storage.run import RunStore
 
 Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
 
@@ -48,9 +48,7 @@ Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
 class RunDelegate(Delegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
-    def __init__(
-        self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[Policy]
-    ) -> None:
+    def __init__(self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[Policy]) -> None:
         self._launch, self._config, self._run = launch, config, run
         self._url, self._local = config.run.url, str(folder)
         self._policies = policies
@@ -63,6 +61,7 @@ class RunDelegate(Delegate):
         self._committed: int | None = None
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
+        self._settled: set[Group] = set()
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
@@ -83,7 +82,9 @@ class RunDelegate(Delegate):
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
         """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there."""
         self._links = links
-        self._committed = newest_step(self._run)
+        valid = [info for info in self._run.checkpoints() if info.state == "valid"]
+        self._committed = max((info.step for info in valid), default=None)
+        self._settled = {(info.attempt, info.step) for info in valid}
         owner = this_process()
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
         self._committer = Committer(self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake)
@@ -112,15 +113,15 @@ class RunDelegate(Delegate):
         return True
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
-        """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the workers'."""
+        """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the
+        workers'.
+        """
         self._forget_unfinished(attempt)
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
         world, slots = self._config.parallel.ranks, self._config.checkpoint.slots
         sizes = rank_slot_nbytes(self._config)
-        memfds = {
-            slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)
-        }
+        memfds = {slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)}
         stored = self._origin[1]
         in_memory = self._memory_step is not None and self._memory_step >= (stored or 0)
         restored = self._memory_step if in_memory else stored
@@ -219,6 +220,8 @@ class RunDelegate(Delegate):
         ]
         self._ready[attempt][ready.rank] = ready
         if len(self._ready[attempt]) == self._config.parallel.ranks:
+            if ready.source == "storage" and self._committed is not None:
+                self._committed = ready.step  # what is newer was passed over: it does not load
             found.append(events.Ready(t=time.time(), attempt=attempt, step=ready.step))
         return found
 
@@ -233,7 +236,7 @@ class RunDelegate(Delegate):
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
         group = (message.attempt, message.step)
-        if self._committed is not None and message.step <= self._committed:
+        if group in self._settled:
             self._settle(Settled(attempt=message.attempt, step=message.step))
             return []
         if isinstance(message, PackFailed):
@@ -264,6 +267,7 @@ class RunDelegate(Delegate):
             self.links.request_stop("checkpoint.if_failed = 'stop'")
 
     def _settle(self, settled: Settled) -> None:
+        self._settled.add((settled.attempt, settled.step))
         self.links.to_keeper(encode(settled))
 
     def _forget_unfinished(self, attempt: int) -> None:
@@ -341,9 +345,3 @@ class RunDelegate(Delegate):
 def finite(value: float) -> float | None:
     """The value, or None if JSON has no word for it."""
     return value if math.isfinite(value) else None
-
-
-def newest_step(run: RunStore) -> int | None:
-    """Step of the newest valid commit."""
-    return max((info.step for info in run.checkpoints() if info.state == "valid"), default=None)
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """The run may not start like this; each line says why and what to do."""
 
     def __init__(self, reasons: list[str]) -> None:

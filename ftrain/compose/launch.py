@@ -1,6 +1,7 @@
 """From a config to a running coordinator: everything that can be checked before the first process is started, is.
 
-The coordinator is a process of its own that reads what is written here, so that it can be started again by anybody, at any time.
+The coordinator is a process of its own that reads what is written here, so that it can be started again by anybody,
+at any time.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from storage.run import RunStore
 
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
-from ftrain.compose.errors import Refused
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.config import Config
 from ftrain.load import fingerprint, require_available
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from storage.objects import check_store, open_store
-from storage.run import RunStore
 
 
 def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | None] | None, take_over: bool) -> Path:
     """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
 
-    Raises ConfigProblems, Refused, or a StorageError: in words, before anything has been started.
+    Raises ConfigProblems, RefusedError, or a StorageError: in words, before anything has been started.
     """
     require_available(config)
     config = with_absolute_url(config)
@@ -40,7 +41,7 @@ def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | Non
         store.close()
     reasons = found.refused(accept=accept_change)
     if reasons:
-        raise Refused([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
+        raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     folder = local_dir(config)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,6 @@
-"""metrics.jsonl: one line per finished step, for plots and other tools. The ledger is the record; this is its convenient copy."""
+"""metrics.jsonl: one line per finished step, for plots and other tools. The ledger is the record; this is its
+convenient copy.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Where a run keeps what must be on a local disk: sockets, logs, the ledger's open segment, the resolved config.
 
-    <local>/config.json        the resolved config of the newest `ftrain run`
-    <local>/ledger/            closed and open segments; closed ones are copied to <run url>/ledger/
-    <local>/logs/              per attempt and rank
-    <local>/metrics.jsonl      one line per step, for plots
-    <local>/faults/            markers of injected faults that have fired
+<local>/config.json        the resolved config of the newest `ftrain run`
+<local>/ledger/            closed and open segments; closed ones are copied to <run url>/ledger/
+<local>/logs/              per attempt and rank
+<local>/metrics.jsonl      one line per step, for plots
+<local>/faults/            markers of injected faults that have fired
 """
 
 from __future__ import annotations

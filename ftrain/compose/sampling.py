@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from storage.run import Checkpoint, RunStore
+
 from ftrain.compose.paths import absolute_url
 from ftrain.config import Config
 from storage.errors import FormatError
 from storage.objects import open_store
-from storage.run import Checkpoint, RunStore
 
 
-def sample_text(
-    url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int
-) -> str:
+def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """`prompt` and what the weights of a checkpoint add to it."""
     from ftrain.data.tokenizer import load_tokenizer
     from ftrain.train.sample import generate
@@ -54,7 +53,13 @@ def heldout_comparison(config: Config) -> tuple[float, float, float]:
     finally:
         store.close()
     if progress.get("eval_loss") is None or progress.get("eval_step") != progress.get("step"):
-        raise FormatError("the newest checkpoint carries no evaluation of its own step: set evaluate.every_steps to divide run.steps")
+        raise FormatError(
+            "the newest checkpoint carries no evaluation of its own step: set evaluate.every_steps to divide run.steps"
+        )
     dataset = Dataset(config, root=cache_root())
     sequences = config.evaluate.sequences
-    return float(progress["eval_loss"]), dataset.unigram_entropy(sequences=sequences), dataset.bigram_entropy(sequences=sequences)
+    return (
+        float(progress["eval_loss"]),
+        dataset.unigram_entropy(sequences=sequences),
+        dataset.bigram_entropy(sequences=sequences),
+    )

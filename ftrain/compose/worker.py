@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from storage.run import RunStore
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
@@ -32,7 +33,6 @@ from ftrain.train.loop import Loop, Progress
 from ftrain.train.step import Engine
 from recovery.worker import WorkerContext
 from storage.objects import open_store
-from storage.run import RunStore
 
 
 class Asked:

@@ -1,6 +1,7 @@
 """The numeric environment: what must be the same for a resumed run to continue bit for bit.
 
-It is recorded with every checkpoint. On a mismatch the promise is downgraded in words; nothing is refused, because the state is as good.
+It is recorded with every checkpoint. On a mismatch the promise is downgraded in words; nothing is refused, because
+the state is as good.
 """
 
 from __future__ import annotations
@@ -24,6 +25,4 @@ def numeric_environment(device: torch.device, compute_dtype: torch.dtype) -> dic
 
 def mismatches(saved: dict[str, str], now: dict[str, str]) -> list[str]:
     """Sentences that say what differs; empty if a continuation is bitwise."""
-    return [
-        f"{key} was {saved[key]!r}, is {now.get(key)!r}" for key in sorted(saved) if saved[key] != now.get(key)
-    ]
+    return [f"{key} was {saved[key]!r}, is {now.get(key)!r}" for key in sorted(saved) if saved[key] != now.get(key)]

@@ -1,7 +1,8 @@
 """The training loop, the one you would show a visitor.
 
-A step is: one update; now and then the held-out loss; now and then a snapshot. What could make two ranks disagree (has somebody asked to
-stop? is a slot free?) rides on the update's own all-reduce, so every decision below is the same on all ranks without another message.
+A step is: one update; now and then the held-out loss; now and then a snapshot. What could make two ranks disagree
+(has somebody asked to stop? is a slot free?) rides on the update's own all-reduce, so every decision below is the
+same on all ranks without another message.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Loop:
     stored_step: int = 0  # newest step that is in storage already
 
     def run(self, progress: Progress) -> Final:
-        """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage on return."""
+        """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage
+        on return.
+        """
         if progress.step >= max(self.config.run.steps, self.stored_step + 1):
             self._save_now(progress, upload=True)  # the last step was reached by an attempt that could not store it
         while progress.step < self.config.run.steps:
@@ -139,7 +142,9 @@ class Loop:
             ),
         )
         if (decision.skipped or decision.failed) and self.rank == 0:
-            self.report(SaveSkipped(step=progress.step, reason=decision.skipped or decision.failed, failed=bool(decision.failed)))
+            self.report(
+                SaveSkipped(step=progress.step, reason=decision.skipped or decision.failed, failed=bool(decision.failed))
+            )
         if decision.snapshot:
             self._save_now(progress, upload=decision.upload)
         return time.monotonic() - begin
@@ -147,7 +152,12 @@ class Loop:
     def _save_now(self, progress: Progress, *, upload: bool) -> None:
         self.beat("checkpoint", progress.step)
         self.saver.wait_until_free(upload=upload, beat=lambda: self.beat("checkpoint", progress.step))
-        self.saver.save(self.engine.pieces(), step=progress.step, upload=upload, progress=progress.record())
+        self.saver.save(
+            [piece for piece in self.engine.pieces() if piece.owner],
+            step=progress.step,
+            upload=upload,
+            progress=progress.record(),
+        )
         self.report(SnapshotTaken(rank=self.rank, step=progress.step, upload=upload))
 
 

@@ -89,7 +89,9 @@ def test_keeper_and_coordinator_die_and_the_workers_step_on(
 
 
 @pytest.mark.parametrize("kind", ["keeper", "zygote", "coordinator"])
-def test_helpers_killed_between_steps_take_nobody_along(kind: str, tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+def test_helpers_killed_between_steps_take_nobody_along(
+    kind: str, tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus)
     parent = run.start()
     run.wait_for_step(5)
@@ -104,7 +106,9 @@ def test_helpers_killed_between_steps_take_nobody_along(kind: str, tmp_path: Pat
     assert sum(isinstance(event, Ready) for event in run.events()) == 1
 
 
-def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(
+    tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus)
     parent = run.start()
     run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))

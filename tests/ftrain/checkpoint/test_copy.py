@@ -35,7 +35,9 @@ def boxes_on_a_grid(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], 
 
 @settings(max_examples=150, deadline=None)
 @given(case=boxes_on_a_grid(), dtype=st.sampled_from(sorted(DTYPES)))
-def test_the_copy_fills_a_pack_as_the_reference_writer_does(case: tuple[tuple[int, ...], tuple[int, ...], Box], dtype: str) -> None:
+def test_the_copy_fills_a_pack_as_the_reference_writer_does(
+    case: tuple[tuple[int, ...], tuple[int, ...], Box], dtype: str
+) -> None:
     shape, tile, box = case
     spec = ArraySpec(name="weights/w", shape=shape, dtype=dtype, tile=tile)
     live = torch.float64 if dtype == "float64" else torch.float32

@@ -17,7 +17,8 @@ def facts(step: int, **changed: bool) -> StepFacts:
 
 
 @pytest.mark.parametrize(
-    ("step", "snapshot", "upload"), [(7, False, False), (10, True, False), (50, True, True), (150, True, True), (151, True, True)]
+    ("step", "snapshot", "upload"),
+    [(7, False, False), (10, True, False), (50, True, True), (150, True, True), (151, True, True)],
 )
 def test_intervals(step: int, snapshot: bool, upload: bool) -> None:
     assert decide(CONFIG, facts(step)) == SaveDecision(snapshot=snapshot, upload=upload, wait=False)

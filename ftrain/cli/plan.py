@@ -1,0 +1,312 @@
+"""`ftrain plan`: what a run needs, costs and loses, before a machine is started. Answers at once, and imports no torch.
+
+ftrain plan memory configs/dense-500b.toml --hardware b200 --params 500e9 --explain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ftrain.cli import render
+from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from ftrain.plan.figure import Answer, Section, Table
+    from ftrain.plan.setup import Setup
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group()
+def plan() -> None:
+    """Plan a run: does it fit, how long does it take, what is lost, and why.
+
+    Every number says with --explain how it came about. A plan that cannot run as asked is refused: exit code 3.
+
+    \b
+    Example:
+      ftrain plan memory configs/dense-500b.toml --hardware b200
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What all commands take."""
+
+    config: str
+    overrides: tuple[str, ...]
+    hardware: str
+    options: dict[str, Any]
+    as_json: bool
+    explain: bool
+
+
+_COMMON: tuple[Callable[[F], F], ...] = (
+    click.argument("config"),
+    click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a config value."),
+    click.option("--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file."),
+    click.option("--params", type=float, default=0, metavar="N", help="A round parameter count for the ideal rows."),
+    click.option("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-v.", show_default=True),
+    click.option("--chunks", type=int, default=1, help="Virtual stages of a rank (interleaved)."),
+    click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none"),
+    click.option("--sharding", type=click.Choice(["zero1", "fsdp", "hfsdp"]), default="zero1"),
+    click.option("--inner", type=int, default=1, help="hfsdp: members of an inner group."),
+    click.option("--sp/--no-sp", "sequence_parallel", default=True, help="Sequence parallelism where tp > 1."),
+    click.option("--overlap", is_flag=True, help="Hide DP communication behind compute."),
+    click.option("--json", "as_json", is_flag=True, help="Print as JSON."),
+    click.option("--explain", is_flag=True, help="Print formula, inputs and source of every number."),
+)
+_OPTIONS = ("params", "schedule", "chunks", "recompute", "sharding", "inner", "sequence_parallel", "overlap")
+
+
+def common(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the common options, gathered in one `Asked`."""
+
+    def gathered(**given: Any) -> None:
+        options = {name: given.pop(name) for name in _OPTIONS}
+        options["params"] = round(options["params"])
+        asked = Asked(
+            config=given.pop("config"),
+            overrides=given.pop("overrides"),
+            hardware=given.pop("hardware"),
+            options=options,
+            as_json=given.pop("as_json"),
+            explain=given.pop("explain"),
+        )
+        try:
+            command(asked, **given)
+        except ValueError as error:  # every error of the planner and of the config loader is one
+            render.fail(str(error), ExitCode.CONFIG)
+
+    gathered.__name__, gathered.__doc__ = command.__name__, command.__doc__
+    for option in reversed(_COMMON):
+        gathered = option(gathered)
+    return gathered
+
+
+def resolve(asked: Asked) -> Setup:
+    """The setup of the plan. Without --hardware: the laptop for CPU runs, else h100, and it is said so."""
+    from ftrain.load import load
+    from ftrain.plan import profile
+    from ftrain.plan.setup import Options, Setup
+
+    config = load(asked.config, asked.overrides)
+    name = asked.hardware or ("h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop")
+    if not asked.hardware:
+        render.note(f"--hardware not given: {name} assumed")
+    return Setup(config=config, profile=profile.load(name), options=Options(**asked.options))
+
+
+def show(asked: Asked, answer: Answer) -> None:
+    """Print an answer; a refused plan ends with exit code 3."""
+    if asked.as_json:
+        render.json(answer.as_dict())
+    else:
+        render.data(answer.title)
+        for section in answer.sections:
+            _section(section, explain=asked.explain)
+        for warning in answer.warnings:
+            render.data(f"\nwarning: {warning}")
+        for refusal in answer.refusals:
+            render.data(f"\nrefused: {refusal}")
+    if answer.refusals:
+        raise SystemExit(int(ExitCode.CONFIG))
+
+
+def _section(section: Section, *, explain: bool) -> None:
+    render.data(f"\n{section.title}")
+    width = max((len(figure.label) for figure in section.figures), default=0)
+    for figure in section.figures:
+        render.data(f"  {figure.label.ljust(width)}  {figure.text}")
+        if explain:
+            from ftrain.plan.figure import plain
+
+            inputs = ", ".join(f"{name} = {plain(value)}" for name, value in figure.why.inputs.items())
+            render.data(f"  {''.ljust(width)}    = {figure.why.formula}" + (f"; {inputs}" if inputs else ""))
+            render.data(f"  {''.ljust(width)}    source: {figure.why.source}")
+    if section.drawing:
+        render.data("\n" + section.drawing)
+    for table in section.tables:
+        _table(table, explain=explain)
+    for note in section.notes:
+        render.data(f"  note: {note}")
+
+
+def _table(table: Table, *, explain: bool) -> None:
+    render.data(f"\n  {table.title}")
+    render.table([f"  {table.columns[0]}", *table.columns[1:]], [[f"  {row[0]}", *row[1:]] for row in table.rows])
+    if explain:
+        for name, formula in table.formulas.items():
+            render.data(f"      {name} = {formula}")
+        if table.source:
+            render.data(f"      source: {table.source}")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+    render.note(f"wrote {path}")
+
+
+@plan.command()
+@common
+def memory(asked: Asked) -> None:
+    """Memory of every rank: weights, gradients, optimizer, activations. Does it fit?
+
+    \b
+    Example:
+      ftrain plan memory configs/dense-500b.toml --hardware b200 --params 500e9
+    """
+    from ftrain.plan import memory as planner
+
+    show(asked, planner.answer(resolve(asked)))
+
+
+@plan.command()
+@common
+@click.option("--stages", type=int, default=0, help="Another number of stages than the config's.")
+@click.option("--microbatches", type=int, default=0, help="Another number of micro-batches.")
+@click.option("--svg", default="", metavar="FILE", help="Write the chart as SVG.")
+@click.option("--perfetto", default="", metavar="FILE", help="Write the chart for ui.perfetto.dev.")
+def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: str) -> None:
+    """Pipeline schedule: how long stages wait, drawn from the object the engine executes.
+
+    \b
+    Example:
+      ftrain plan schedule configs/llama3-405b.toml --stages 2 --microbatches 3 --svg chart.svg
+    """
+    from ftrain.plan import chart
+    from ftrain.plan import schedule as planner
+
+    setup = resolve(asked)
+    if svg or perfetto:
+        name, v = setup.options.schedule, setup.chunks
+        line = planner.timeline(name, p=stages or setup.mesh.pp, m=microbatches or setup.microbatches, v=v)
+        if line is None:
+            raise ValueError("too many actions to draw: give fewer --microbatches")
+        title = f"{name}, {line.schedule.num_ranks} stages, {line.schedule.num_microbatches} micro-batches"
+        if svg:
+            _write(svg, chart.svg(line, title=title))
+        if perfetto:
+            _write(perfetto, chart.perfetto(line, unit_us=1000))
+    show(asked, planner.answer(setup, stages=stages, microbatches=microbatches))
+
+
+@plan.command()
+@common
+@click.option("--ring", type=int, default=0, metavar="N", help="Members of the ring to explain.")
+@click.option("--size", type=float, default=0, metavar="BYTES", help="Buffer of that ring.")
+def traffic(asked: Asked, ring: int, size: float) -> None:
+    """Bytes that each group sends, the slowest link on its way, and the time at best.
+
+    \b
+    Example:
+      ftrain plan traffic configs/llama3-405b.toml --hardware h100 --ring 128 --size 10e9
+    """
+    from ftrain.plan import traffic as planner
+
+    show(asked, planner.answer(resolve(asked), members=ring, buffer_bytes=round(size)))
+
+
+@plan.command()
+@common
+@click.option("--tokens", type=float, default=0, metavar="D", help="Tokens of the run, instead of steps x batch.")
+@click.option("--flops", type=float, default=0, help="Operations of the run, instead of 6 N D.")
+@click.option("--achieved", type=float, default=0, metavar="TFLOPS", help="TFLOP/s of a GPU, for the plain arithmetic.")
+@click.option("--effective", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the time that counts.")
+@click.option("--against", multiple=True, metavar="A.B=V", help="Predict the step under these overrides beside it.")
+def time(asked: Asked, tokens: float, flops: float, achieved: float, effective: float, against: tuple[str, ...]) -> None:
+    """Operations, tokens per update, days, MFU with its peak and convention.
+
+    \b
+    Example:
+      ftrain plan time configs/llama3-405b.toml --hardware h100 --flops 3.8e25 --achieved 400
+    """
+    from dataclasses import replace
+
+    from ftrain.load import load
+    from ftrain.plan import time as planner
+
+    setup = resolve(asked)
+    other = replace(setup, config=load(asked.config, (*asked.overrides, *against))) if against else None
+    work = planner.Work(tokens=tokens, flops=flops, achieved_tflops=achieved, effective=effective)
+    show(asked, planner.answer(setup, work, other=other))
+
+
+@plan.command()
+@common
+@click.option("--stall", type=float, default=0.0, metavar="S", help="Seconds a save blocks training; 0: the copy to memory.")
+@click.option("--restart", type=float, default=600.0, metavar="S", help="Seconds from failure to the first step again.")
+@click.option("--rate", type=float, default=0.0, help="Interruptions per 1,000 node-days; 0: from --failures.")
+@click.option("--failures", default="llama3", help="Table of causes: a name that ships, or a .toml file.", show_default=True)
+@click.option("--store-gb-s", type=float, default=0.0, help="Bandwidth of the whole store; 0: unknown.")
+@click.option("--left", type=float, default=0.0, metavar="S", help="Seconds until the job is ended: would a save still fit?")
+def checkpoint(asked: Asked, **given: Any) -> None:
+    """Size, writers, requests and cost of a checkpoint; stall, interval and effective time.
+
+    \b
+    Example:
+      ftrain plan checkpoint configs/llama3-405b.toml --hardware h100 --stall 5 --restart 600
+    """
+    from ftrain.plan import checkpoint as planner
+
+    costs = planner.Costs(
+        stall_s=given["stall"],
+        restart_s=given["restart"],
+        rate=given["rate"],
+        table=given["failures"],
+        store_gb_s=given["store_gb_s"],
+        left_s=given["left"],
+    )
+    show(asked, planner.answer(resolve(asked), costs))
+
+
+@plan.command()
+@common
+@click.option("--rank", type=int, default=-1, help="The rank to explain.")
+@click.option("--place", default="", metavar="STAGE,CARD,REPLICA", help="The same by place, counted from 0.")
+@click.option("--step", type=int, default=0, help="The step whose samples are shown.")
+@click.option("--topic", type=click.Choice(["tp", "dp", "zero1"]), help="A worked example instead of a rank.")
+@click.option("--svg", default="", metavar="FILE", help="Write the picture: card, server, replica, cluster; or the topic's.")
+@click.option("--html", default="", metavar="FILE", help="The same as a page that names what is under the pointer.")
+def explain(asked: Asked, **given: Any) -> None:
+    """One rank: its place, layers, peers, links, boxes and samples.
+
+    \b
+    Example:
+      ftrain plan explain configs/dense-500b.toml --hardware b200 --place 3,2,0 --svg topology.svg
+    """
+    from ftrain.plan import draw, worked
+    from ftrain.plan import explain as planner
+
+    setup = resolve(asked)
+    if given["topic"]:
+        if given["svg"] and given["topic"] == "zero1":
+            _write(given["svg"], draw.zero1())
+        show(asked, worked.answer(given["topic"]))
+        return
+    rank = max(0, given["rank"])
+    if given["place"]:
+        stage, card, replica = _place(given["place"])
+        rank = planner.find_rank(setup, stage=stage, card=card, replica=replica)
+    answer = planner.answer(setup, rank, step=given["step"])
+    if given["svg"]:
+        _write(given["svg"], draw.topology(setup, rank))
+    if given["html"]:
+        _write(given["html"], draw.html(draw.topology(setup, rank), title=answer.title))
+    show(asked, answer)
+
+
+def _place(text: str) -> tuple[int, int, int]:
+    try:
+        stage, card, replica = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--place {text}: wanted STAGE,CARD,REPLICA, three numbers counted from 0") from error
+    return stage, card, replica
