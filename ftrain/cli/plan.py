@@ -5,6 +5,7 @@ ftrain plan memory configs/dense-500b.toml --hardware b200 --params 500e9 --expl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,7 @@ _OPTIONS = ("params", "schedule", "chunks", "recompute", "sharding", "inner", "s
 def common(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the common options, gathered in one `Asked`."""
 
+    @functools.wraps(command)  # also takes over the command's own options
     def gathered(**given: Any) -> None:
         options = {name: given.pop(name) for name in _OPTIONS}
         options["params"] = round(options["params"])
@@ -83,10 +85,10 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
         except ValueError as error:  # every error of the planner and of the config loader is one
             render.fail(str(error), ExitCode.CONFIG)
 
-    gathered.__name__, gathered.__doc__ = command.__name__, command.__doc__
+    wrapped: Callable[..., None] = gathered
     for option in reversed(_COMMON):
-        gathered = option(gathered)
-    return gathered
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def resolve(asked: Asked) -> Setup:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ftrain.parallel.schedule import build, peak_in_flight
+from ftrain.plan.params import vocabulary_rows
 from ftrain.plan.setup import Recompute, Setup
 
 
@@ -61,7 +62,7 @@ def working_bytes(setup: Setup) -> Fraction:
 def logits_bytes(setup: Setup) -> Fraction:
     """fp32 logits and their gradient on the rank with the head: 8 sbV / t."""
     tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
-    return 8 * tokens * (-(-setup.config.model.vocab // setup.mesh.tp))
+    return 8 * tokens * vocabulary_rows(setup)
 
 
 def in_flight(setup: Setup) -> tuple[int, ...]:

@@ -38,12 +38,22 @@ def layer_matrices(setup: Setup) -> int:
     return attention + 3 * model.hidden * model.ffn // tp
 
 
+def vocabulary_rows(setup: Setup) -> int:
+    """Rows of the embedding (and of the head) on the first TP rank: the vocabulary is cut in whole tiles."""
+    from storage.grid import tp_tile
+
+    model, tp = setup.config.model, setup.mesh.tp
+    tile = tp_tile(model.vocab, element_bytes=4 * model.hidden)
+    tiles = -(-model.vocab // tile)
+    return min(model.vocab, -(-tiles // tp) * tile)
+
+
 def shard(setup: Setup, rank: int) -> Shard:
-    """What a pipeline rank holds; the embedding's rows are padded up to a multiple of tp (in memory, never in storage)."""
+    """What a pipeline rank holds, on the TP rank that holds most."""
     model, mesh = setup.config.model, setup.mesh
     stages = setup.stages_of(rank)
     layers = sum(len(setup.stages()[stage]) for stage in stages)
-    rows = -(-model.vocab // mesh.tp) * model.hidden
+    rows = vocabulary_rows(setup) * model.hidden
     first, last = 0 in stages, mesh.pp * setup.chunks - 1 in stages
     return Shard(
         layers=layers,

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from ftrain.plan import cost, state
 from ftrain.plan.activations import working_bytes
-from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, seconds, why
+from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
 from ftrain.plan.params import shard
 from ftrain.plan.schedule import idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
@@ -103,21 +103,64 @@ def utilisation(setup: Setup, seconds_: float, *, causal: bool = True) -> float:
     return cost.step_flops(setup, causal=causal) / (seconds_ * setup.mesh.world * setup.profile.peak_flops)
 
 
-def answer(setup: Setup, *, tokens: float = 0, flops: float = 0, achieved_tflops: float = 0, effective: float = 1.0) -> Answer:
-    """The whole answer. `flops` replaces the run's operations, `achieved_tflops` the predicted rate of a GPU."""
-    total_tokens = round(tokens) or setup.config.run.steps * setup.tokens_per_update
-    operations = flops or 6.0 * setup.num_params * total_tokens
-    sections = [_batch(setup), _operations(setup, total_tokens, operations)]
-    if achieved_tflops:
-        sections.append(_days(setup, operations, achieved_tflops * 1e12, effective))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the run is, and how fast; zeros are worked out from the config and the hardware."""
+
+    tokens: float = 0
+    flops: float = 0
+    achieved_tflops: float = 0
+    effective: float = 1.0
+    """Share of the time that ends up in the final history."""
+
+
+def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
+    """The whole answer; `other`: the same run under another layout, laid beside it."""
+    tokens = round(work.tokens) or setup.config.run.steps * setup.tokens_per_update
+    operations = work.flops or 6.0 * setup.num_params * tokens
+    sections = [_batch(setup), _operations(setup, tokens, operations)]
+    if work.achieved_tflops:
+        sections.append(_days(setup, operations, work.achieved_tflops * 1e12, work.effective))
     if setup.profile.peak_flops:
-        sections.append(_predicted(setup, total_tokens, effective))
+        sections.append(_predicted(setup, tokens, work.effective))
+        if other is not None:
+            sections.append(_beside(setup, other))
     return Answer(
         command="time",
         title=f"Time of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
         warnings=() if setup.profile.peak_flops else (f"{setup.profile.name}: peak unknown, so no MFU and no predicted step",),
     )
+
+
+PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "dp", "update")
+
+
+def _beside(setup: Setup, other: Setup) -> Section:
+    """Two layouts side by side: which part of the step explains the difference."""
+    one, two = step(setup), step(other)
+    rows = [(name, seconds(getattr(one, name)), seconds(getattr(two, name)), _of(one, name), _of(two, name)) for name in PARTS]
+    mfu = (utilisation(setup, one.total), utilisation(other, two.total))
+    rows.append(("step", seconds(one.total), seconds(two.total), "", ""))
+    rows.append(("MFU", f"{100 * mfu[0]:.1f} %", f"{100 * mfu[1]:.1f} %", "", ""))
+    mine, theirs = (f"{asked.tokens_per_update // asked.mesh.dp:,}" for asked in (setup, other))
+    rows.append(("tokens of a replica", mine, theirs, "", ""))
+    grown = max(PARTS, key=lambda name: getattr(two, name) / two.total - getattr(one, name) / one.total)
+    direction = "lower" if mfu[1] < mfu[0] else "higher"
+    return Section(
+        title=f"Beside {layout(other.mesh)}",
+        figures=(
+            percent("mfu_other", "MFU there", value=mfu[1], why=why("as above, under --against", "ftrain.plan.time")),
+            said("mfu_direction", "it is", text=f"{direction}: {grown} takes a larger share of the step",
+                 why=why("largest growth of a part's share", "ftrain.plan.time")),
+        ),
+        tables=(Table(key="beside", title="Parts of the step", columns=("part", "here", "there", "share here", "share there"),
+                      rows=tuple(rows), source="ftrain.plan.time"),),
+    )  # fmt: skip
+
+
+def _of(part: Step, name: str) -> str:
+    return f"{100 * getattr(part, name) / part.total:.1f} %"
 
 
 def _batch(setup: Setup) -> Section:
@@ -208,8 +251,7 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
     steps = tokens / setup.tokens_per_update
     profile = setup.profile
     days = part.total * steps / effective / 86400
-    names = ("compute", "recompute", "bubble", "tp", "cp", "pp", "dp", "update")
-    rows = tuple((name, seconds(getattr(part, name)), f"{100 * getattr(part, name) / part.total:.1f} %") for name in names)
+    rows = tuple((name, seconds(getattr(part, name)), _of(part, name)) for name in PARTS)
     rate = setup.tokens_per_update / part.total
     assumed = f"kernels at {profile.assumed.kernel_share:g} of the peak, links at {profile.assumed.link_share:g}"
     peak_name = f"{profile.gpu.dense_bf16_tflops:g} TFLOP/s dense bf16"
