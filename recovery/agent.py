@@ -13,7 +13,6 @@ after that nobody can know that this node is not being replaced, so the workers 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -27,13 +26,14 @@ from typing import Any
 import msgspec
 
 from recovery import paths
+from recovery.agent_record import lock, write_record
 from recovery.clues import Clues
 from recovery.codes import ExitCode
 from recovery.crew import Crew, Surroundings
 from recovery.events import ProcessKind
 from recovery.heartbeat import CONTROL_SIZE, ControlWriter
 from recovery.helper import Callbacks, Helper
-from recovery.launch import Spawn, become_subreaper, boot_id, children, python, start_time
+from recovery.launch import Spawn, become_subreaper, boot_id, children, python
 from recovery.loop import Loop, Port
 from recovery.memory import Areas, MemoryLimitError, memfd
 from recovery.messages import (
@@ -69,6 +69,7 @@ from recovery.messages import (
     ZygoteReady,
 )
 from recovery.outbox import Outbox
+from recovery.spec import AgentSpec
 from recovery.wire import MAX_DESCRIPTORS, Frame, channel, connect
 
 log = logging.getLogger("recovery.agent")
@@ -76,33 +77,6 @@ log = logging.getLogger("recovery.agent")
 RECONNECT_S = 0.05
 HEARTBEAT_S = 1.0
 LEAVE_LIMIT_S = 5.0
-
-
-class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an agent is started with."""
-
-    node: str
-    local_dir: str
-    coordinator: str
-    """Path of the coordinator's socket."""
-    zygote_preload: str = ""
-    """Module the zygote imports."""
-    keeper_argv: tuple[str, ...] = ()
-    """Command of the keeper, to which its socket's number is appended; empty: no keeper."""
-    lease_s: float = 60.0
-    env: dict[str, str] = {}
-    """Added to the environment of keeper, zygote and workers."""
-    host: str = "127.0.0.1"
-    """Address on which the workers of an attempt meet."""
-
-
-class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the living agent is."""
-
-    node: str
-    pid: int
-    start_time: int
-    boot_id: str
 
 
 class Agent:
@@ -395,27 +369,6 @@ class Agent:
             return
         crew.signal(signal.SIGTERM, reason)
         self.loop.after(grace_s, lambda: crew.signal(signal.SIGKILL, reason))
-
-
-def lock(folder: Path) -> int | None:
-    """The agent's lock, held until the process ends; None if another agent has it."""
-    fd = os.open(paths.agent_lock(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def write_record(spec: AgentSpec) -> None:
-    """Say who we are, whole or not at all."""
-    pid = os.getpid()
-    record = AgentRecord(node=spec.node, pid=pid, start_time=start_time(pid) or 0, boot_id=boot_id())
-    path = paths.agent_record(Path(spec.local_dir))
-    draft = path.with_name(f"{path.name}.{pid}")
-    draft.write_bytes(msgspec.json.encode(record))
-    os.replace(draft, path)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,38 +19,16 @@ from typing import Any
 import msgspec
 
 from recovery import paths
-from recovery.agent import AgentRecord, AgentSpec, lock
-from recovery.launch import Spawn, is_alive, python, spawn
+from recovery.agent_record import AgentRecord
+from recovery.launch import Spawn, python, spawn
 from recovery.loop import Loop, Port
-from recovery.messages import Ack, AgentHello, Heartbeats, Lasting, Numbered, Ping, Welcome
+from recovery.messages import Ack, AgentHello, Lasting, Numbered, Ping, Welcome
+from recovery.spec import AgentSpec
 from recovery.wire import Frame
 
 log = logging.getLogger(__name__)
 
-RECORD_LIMIT_S = 5.0
 ACK_DELAY_S = 0.02
-
-
-def living_agent(folder: Path) -> AgentRecord | None:
-    """The agent that serves `folder`, None if there is none. Waits a moment for one that is just being born."""
-    deadline = time.monotonic() + RECORD_LIMIT_S
-    while time.monotonic() < deadline:
-        held = lock(folder)
-        if held is not None:
-            os.close(held)
-            return None
-        record = _record(folder)
-        if record is not None and is_alive(record.pid, record.start_time):
-            return record
-        time.sleep(0.01)
-    return None
-
-
-def _record(folder: Path) -> AgentRecord | None:
-    try:
-        return msgspec.json.decode(paths.agent_record(folder).read_bytes(), type=AgentRecord)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
 
 
 class AgentLink:
@@ -176,6 +153,3 @@ class AgentLink:
             self._ours = True
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-
-__all__ = ["AgentLink", "Heartbeats", "living_agent"]

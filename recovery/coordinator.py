@@ -13,12 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from recovery import events, paths
-from recovery.agent import AgentSpec
-from recovery.agent_link import living_agent
+from recovery.agent_record import living_agent
 from recovery.attempt import Attempt, Stalled
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate
@@ -44,45 +42,13 @@ from recovery.messages import (
 from recovery.owner import HeldError, claim
 from recovery.policy import Limits
 from recovery.reception import Reception
+from recovery.spec import CoordinatorSpec
 from recovery.state import RunState
 
 log = logging.getLogger("recovery.coordinator")
 
 OpenLedger = Callable[[int], tuple[EventWriter, RunState]]
 TICK_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSpec:
-    """How the processes of a run are started and watched. Times in seconds."""
-
-    local_dir: Path
-    node: str = "localhost"
-    host: str = "127.0.0.1"
-    """Address on which the workers of an attempt meet."""
-    zygote_preload: str = ""
-    keeper_argv: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
-    lease_s: float = 60.0
-    hang_s: float = 300.0
-    start_s: float = 600.0
-    """Longest time from an attempt's start to its first step."""
-    stop_s: float = 120.0
-    drain_s: float = 600.0
-    """Longest wait, after the last step, for what is still on its way to storage."""
-    settle_s: float = 0.3
-    """Longest wait for the peers' own errors after a death."""
-    quiet_s: float = 0.1
-    """That wait ends when nothing more has been heard for so long."""
-    evidence_s: float = 1.5
-    teardown_s: float = 15.0
-    """Longest time from SIGKILL to a worker's end."""
-    agent_s: float = 30.0
-    """Longest time for an agent to come forward."""
-    prepare_s: float = 300.0
-    """Longest time to allocate the memory areas."""
-    take_over: bool = False
-    """Take the run from an owner on another host."""
 
 
 class AgentLostError(Exception):
@@ -169,18 +135,7 @@ class Coordinator:
         self.loop.every(min(1.0, self.spec.lease_s / 5), self.agent.ping)
 
     def _new_agent(self) -> None:
-        spec = self.spec
-        agent = AgentSpec(
-            node=spec.node,
-            local_dir=str(spec.local_dir),
-            coordinator=str(paths.coordinator_socket(spec.local_dir)),
-            zygote_preload=spec.zygote_preload,
-            keeper_argv=spec.keeper_argv,
-            lease_s=spec.lease_s,
-            env=spec.env,
-            host=spec.host,
-        )
-        self.agent.start(agent, self.delegate.epoch)
+        self.agent.start(self.spec.for_agent(), self.delegate.epoch)
 
     def _live(self) -> Ending:
         previous: AttemptEndInfo | None = None
