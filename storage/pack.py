@@ -211,7 +211,8 @@ class Block:
         """The elements of the block in an array of the box's shape, as a view with the axes of tiles: counts, then elements."""
         counts = tuple(c.stop - c.start for c in self.cells)
         sizes = tuple(s.stop - s.start for s in self.inner)
-        region = values[tuple(slice(f, f + c * n) for f, c, n in zip(self.first, counts, sizes, strict=True))]
+        slices = tuple(slice(f, f + c * n) for f, c, n in zip(self.first, counts, sizes, strict=True))
+        region = values[slices] if slices else values  # a 0-d array indexed by nothing would be a copy
         steps = tuple(s * n for s, n in zip(region.strides, sizes, strict=True))
         return np.lib.stride_tricks.as_strided(region, (*counts, *sizes), (*steps, *region.strides))
 

@@ -1,0 +1,135 @@
+"""A run's storage: who owns it, what it has committed, and how to open or throw away any of it.
+
+Everything is a short call on one object store; the rules are in the modules this one ties together: `epoch` (who may commit),
+`commit` (the moment a checkpoint begins to exist), `catalog` (what exists), `collect` (what may go).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from storage.catalog import CheckpointInfo, CheckpointState, StepFolder, read_catalog, read_checked
+from storage.checkpoint import Checkpoint
+from storage.collect import CollectReport, collect
+from storage.commit import CommitRef, commit
+from storage.epoch import Epochs, read_epochs, take_epoch
+from storage.errors import Damaged, Fenced, FormatError, NoCheckpoint, ObjectMissing, StorageError
+from storage.keys import pack_name, step_folder
+from storage.manifest import Manifest
+from storage.objects import ObjectStore
+from storage.retention import RetentionPolicy
+
+__all__ = ["RunStore"]
+
+
+@dataclass(slots=True)
+class _PassedOver:
+    """Why steps were not opened."""
+
+    damaged: list[tuple[int, str]] = field(default_factory=list)
+    others: list[tuple[int, str]] = field(default_factory=list)
+    """Incomplete and fenced ones: nothing is wrong with them, they are no checkpoints."""
+    error: StorageError | None = None
+
+    def sentences(self) -> list[str]:
+        return [f"step {step}: {reason}" for step, reason in sorted(self.damaged + self.others, reverse=True)]
+
+
+class RunStore:
+    """The checkpoints of one run. `clock` gives unix seconds; tests bring their own."""
+
+    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self.epoch: int | None = None
+        """The epoch this object took; None if it only looks."""
+        self._clock = clock
+
+    def take_epoch(self, *, owner: dict[str, Any], starts_from: Literal["newest"] | int | None = "newest") -> int:
+        """Become the owner; atomic, and every earlier owner is fenced. Returns the epoch's number.
+
+        `starts_from` is the step this history goes on from: the newest checkpoint that opens, the checkpoint of a given step (a
+        roll-back: later steps of earlier epochs cease to count), or None for the very beginning.
+        """
+        if isinstance(starts_from, int):
+            self.open(starts_from)
+
+        def start(epochs: Epochs) -> int | None:
+            return self._newest_step() if starts_from == "newest" else starts_from
+
+        self.epoch, _ = take_epoch(self.store, owner=owner, starts_from=start, now_s=self._clock())
+        return self.epoch
+
+    def _newest_step(self) -> int | None:
+        try:
+            return self.open().step
+        except NoCheckpoint:
+            return None
+
+    def commit(self, manifest: Manifest) -> CommitRef:
+        """Make a checkpoint whose packs are stored exist; atomic. Raises `Fenced` if a later epoch went on without it."""
+        return commit(self.store, manifest, now_s=self._clock())
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Every step's folder with its state, by step. Reads commits only, no manifests."""
+        return read_catalog(self.store).infos()
+
+    def open(self, step: int | None = None, *, without: Mapping[int, str] | None = None) -> Checkpoint:
+        """The checkpoint of a step, or the newest that opens: commit, manifest and the sizes of its packs are right.
+
+        Newer ones that do not open are in its `passed_over`. `without`: steps to pass over, with reasons (they failed to load).
+        `NoCheckpoint` says why each candidate was passed over; for a given step, its own error is raised.
+        """
+        catalog, passed = read_catalog(self.store), _PassedOver()
+        for folder, _ in catalog.newest_first():
+            if step is not None and folder.step != step:
+                continue
+            if without and folder.step in without:
+                passed.damaged.append((folder.step, without[folder.step]))
+                continue
+            found = self._open_folder(folder, catalog.epochs, passed)
+            if found is not None:
+                return found
+            if step is not None and passed.error is not None:
+                raise passed.error
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        reasons = passed.sentences() or ["nothing is there"]
+        raise NoCheckpoint(f"{self.store.url} has {what} to load ({'; '.join(reasons)})", candidates=reasons)
+
+    def _open_folder(self, folder: StepFolder, epochs: Epochs, passed: _PassedOver) -> Checkpoint | None:
+        """The newest commit of a folder that counts and opens."""
+        for record in folder.counting(epochs):
+            try:
+                manifest = read_checked(self.store, folder, record)
+            except (Damaged, FormatError, ObjectMissing) as problem:
+                passed.damaged.append((folder.step, str(problem)))
+                passed.error = problem
+                continue
+            return Checkpoint(self.store, manifest, step_folder(folder.step), commit=record, passed_over=passed.damaged)
+        info = folder.info(epochs)
+        if info.state is CheckpointState.DAMAGED:
+            passed.damaged.append((folder.step, info.reason))
+        elif info.state is not CheckpointState.VALID:
+            passed.others.append((folder.step, f"{info.state}: {info.reason}"))
+        return None
+
+    def pack_key(self, step: int, epoch: int, attempt: int, writer: int) -> str:
+        """Where a writer puts its pack of a step."""
+        return step_folder(step) + pack_name(epoch, attempt, writer)
+
+    def collect(
+        self,
+        policies: Sequence[RetentionPolicy],
+        *,
+        now_s: float,
+        grace_s: float,
+        live: frozenset[str] = frozenset(),
+    ) -> CollectReport:
+        """Delete what no policy keeps and what nobody owns; see `storage.collect`. `Fenced` if another epoch owns the run."""
+        if self.epoch is not None:
+            newest = read_epochs(self.store).newest
+            if newest != self.epoch:
+                raise Fenced(f"epoch {self.epoch} may not delete anything: epoch {newest} owns the run", "epochs")
+        return collect(self.store, policies, now_s=now_s, grace_s=grace_s, live=live)

@@ -1,0 +1,198 @@
+"""Read a checkpoint and say everything that is wrong with it.
+
+A load stops at the first damaged chunk; somebody who has to decide what is still usable wants the whole list. Every byte of
+every pack is accounted for: chunks by their crc32c, the bytes between parts because they must be zero, the length by the
+manifest, the values by the digests (which also catch packs that were exchanged for others with right checksums), the Zarr view
+by making it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from storage.box import Box
+from storage.digest import MASK, digest_tiles
+from storage.errors import Damaged, FormatError, ObjectMissing
+from storage.manifest import Manifest
+from storage.objects import ObjectStore
+from storage.pack import PartGeometry
+from storage.reader import LIMITS, Progress, damage, read_ranges, span_rectangles, wrong_chunks
+from storage.record import decode_json
+from storage.reshard import PartRead, PlannedRange, Span
+from storage.zarr_view import reference_files
+
+__all__ = ["Problem", "VerifyReport", "verify", "view_problems"]
+
+MAX_VIEW_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. What does not apply is empty or None."""
+
+    reason: str
+    array: str = ""
+    pack: str = ""
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was read, and what was wrong with it."""
+
+    problems: tuple[Problem, ...]
+    num_arrays: int
+    num_chunks: int
+    read_bytes: int
+    complete: bool
+    """Everything was read, so that the digests were recomputed too."""
+    digests: dict[str, int]
+    """As recomputed; empty if not everything was read."""
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong, as far as was read."""
+        return not self.problems
+
+    def with_problems(self, more: Sequence[Problem]) -> VerifyReport:
+        """The same report with more problems."""
+        return replace(self, problems=(*self.problems, *more))
+
+
+class _Findings:
+    """What has been found so far."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.problems: list[Problem] = []
+        self.num_chunks = 0
+        self.read_bytes = 0
+        self.digests: dict[str, int] = defaultdict(int)
+
+    def take(self, planned: PlannedRange, buffer: NDArray[np.uint8], parts: dict[int, PartRead]) -> None:
+        """Check one range of a pack."""
+        at, pack = planned.start, self.manifest.packs[planned.pack].name
+        for span in planned.spans:
+            self._gap(buffer, at - planned.start, span.position - planned.start, pack, planned.start)
+            self._span(planned, buffer, span, parts[span.part])
+            at = span.stop
+        self._gap(buffer, at - planned.start, planned.stop - planned.start, pack, planned.start)
+        self.read_bytes += planned.stop - planned.start
+
+    def _gap(self, buffer: NDArray[np.uint8], start: int, stop: int, pack: str, origin: int) -> None:
+        filled = np.flatnonzero(buffer[start:stop])
+        if len(filled):
+            at = origin + start + int(filled[0])
+            self.problems.append(Problem(f"byte {at} of {pack} lies between two parts and is not zero", pack=pack, offset=at))
+
+    def _span(self, planned: PlannedRange, buffer: NDArray[np.uint8], span: Span, part: PartRead) -> None:
+        start, spec = span.position - planned.start, self.manifest.arrays[part.array]
+        for number in wrong_chunks(buffer, start, part, span.count):
+            found = damage(self.manifest, planned, part, span.position + number * part.geometry.stride)
+            self.problems.append(Problem(str(found), found.array, found.pack, found.offset))
+        for at, first, shape in span_rectangles(span, part):
+            corner = tuple(o + f * t for o, f, t in zip(part.box.offset, first, spec.tile, strict=True))
+            self.digests[spec.name] += digest_tiles(buffer, start + at, spec, corner, shape)
+        self.num_chunks += span.count
+
+    def compare_digests(self) -> None:
+        """Every array's digest against the manifest's."""
+        for name, wanted in self.manifest.digests.items():
+            found = self.digests[name] & MASK
+            if found != wanted:
+                self.problems.append(Problem(f"{name}: the digest is {found:016x} instead of {wanted:016x}", array=name))
+
+
+def verify(
+    store: ObjectStore, manifest: Manifest, *, prefix: str, sample: float, progress: Progress | None = None
+) -> VerifyReport:
+    """Check a share of all packs; with `sample` = 1.0 everything, digests included. Never raises for what it finds."""
+    if not 0.0 < sample <= 1.0:
+        raise ValueError(f"sample is a share between 0 and 1, got {sample}")
+    findings, chance = _Findings(manifest), random.Random(0)
+    parts = dict(_all_parts(manifest))
+    rows = _rows_by_pack(manifest)
+    total, done = manifest.nbytes, 0
+    for number, info in enumerate(manifest.packs):
+        ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if sample == 1.0 or chance.random() < sample]
+        findings.problems += _size_problems(store, prefix + info.name, info.name, info.nbytes)
+        try:
+            for planned, buffer in read_ranges(store, manifest, ranges, prefix=prefix):
+                findings.take(planned, buffer, parts)
+                done += planned.stop - planned.start
+                if progress:
+                    progress(done, total)
+        except (Damaged, ObjectMissing) as problem:
+            findings.problems.append(Problem(str(problem), pack=info.name))
+    complete = sample == 1.0
+    if complete:
+        findings.compare_digests()
+    digests = {name: value & MASK for name, value in findings.digests.items()} if complete else {}
+    problems = tuple(dict.fromkeys(findings.problems))
+    return VerifyReport(problems, len(manifest.arrays), findings.num_chunks, findings.read_bytes, complete, digests)
+
+
+def _all_parts(manifest: Manifest) -> Iterator[tuple[int, PartRead]]:
+    for row in range(len(manifest.table)):
+        number = int(manifest.table.array[row])
+        spec = manifest.arrays[number]
+        box = Box(*manifest.table.box(row, len(spec.shape)))
+        yield row, PartRead(number, box, PartGeometry.of(spec, box.shape), ())
+
+
+def _rows_by_pack(manifest: Manifest) -> list[range]:
+    edges = np.searchsorted(manifest.table.pack, np.arange(len(manifest.packs) + 1)).tolist()
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def _pack_ranges(manifest: Manifest, pack: int, rows: range, parts: dict[int, PartRead]) -> Iterator[PlannedRange]:
+    """Ranges that together are the whole pack, cut between chunks."""
+    start, spans = 0, list[Span]()
+    for row in rows:
+        geometry, position = parts[row].geometry, int(manifest.table.position[row])
+        most = max(1, LIMITS.range_bytes // geometry.stride)
+        for first in range(0, geometry.num_chunks, most):
+            count = min(most, geometry.num_chunks - first)
+            at = position + first * geometry.stride
+            span = Span(row, first, count, at, at + count * geometry.stride)
+            if spans and span.stop - start > LIMITS.range_bytes:
+                yield PlannedRange(pack, start, spans[-1].stop, tuple(spans))
+                start, spans = spans[-1].stop, []
+            spans.append(span)
+    yield PlannedRange(pack, start, manifest.packs[pack].nbytes, tuple(spans))
+
+
+def _size_problems(store: ObjectStore, key: str, pack: str, nbytes: int) -> list[Problem]:
+    try:
+        size = store.size(key)
+    except ObjectMissing as missing:
+        return [Problem(str(missing), pack=pack)]
+    return [] if size == nbytes else [Problem(f"{pack} has {size} bytes instead of {nbytes}", pack=pack)]
+
+
+class _View(Struct, frozen=True):
+    templates: dict[str, str]
+
+
+def view_problems(store: ObjectStore, manifest: Manifest, *, prefix: str) -> list[Problem]:
+    """Whether the stored Zarr view is the one that the manifest makes, wherever it says the packs are."""
+    problems = []
+    for name, wanted in reference_files(manifest, base_url=""):
+        try:
+            found = store.get(prefix + name, max_bytes=MAX_VIEW_BYTES)
+            base_url = decode_json(found, _View, key=prefix + name).templates.get("u", "")
+        except (FormatError, ObjectMissing) as problem:
+            problems.append(Problem(f"the Zarr view {prefix}{name} cannot be read: {problem}"))
+            continue
+        if found != wanted.replace(b'"u":""', b'"u":' + msgspec.json.encode(base_url), 1):
+            problems.append(Problem(f"{prefix}{name} is not the Zarr view of this checkpoint"))
+    return problems
