@@ -1,0 +1,243 @@
+"""How long a save stops training: ours against a memcpy of the same bytes and against PyTorch DCP's `async_save`, in one run.
+
+    2 ranks x 256 MiB of state (14 bytes per parameter), a real engine under DP 2
+    ours      Saver.save into arena slots, then a real keeper process stores them on the local disk
+    memcpy    warm buffers of the same size, both ranks at once
+    dcp_*     async_save in thread and process mode, with the defaults and with a stager that is kept
+
+A round's figure is the maximum over the ranks; everything stored is awaited before the next case begins. The first round of each case
+is warm-up. Each of our saves is compared with the live state by digest, and the last one is committed and verified from storage: a
+save that is fast and wrong ends the benchmark with an error.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import common
+from benchmarks.stall_messages import ForKeeper, FromRank, Leave, Measure, Measured, RankArgs, Up
+from ftrain.checkpoint.arena import slot_name
+from ftrain.checkpoint.layout import rank_slot_nbytes
+from ftrain.checkpoint.messages import PackStored, Settled, decode_keeper, encode
+from ftrain.compose.args import KeeperArgs
+from ftrain.config import Config
+from ftrain.load import parse
+from recovery.launch import Spawn, spawn
+from recovery.launch import python as installed
+from recovery.memory import Areas
+from recovery.messages import FromKeeperProcess, KeeperMemfds, Payload, ToKeeperFromWorker
+from recovery.wire import Channel, channel, socket_pair
+from storage.local import LocalStore
+from storage.merge import merge
+from storage.run import RunStore
+
+CASES = ("memcpy", "ours", "dcp_thread", "dcp_thread_kept_stager", "dcp_process", "dcp_process_kept_stager")
+TIMEOUT_S = 300.0
+CONFIG = """
+run = {{ url = "{url}", steps = 1000000, seed = 1 }}
+model = {{ layers = {layers}, hidden = {hidden}, heads = 16, kv_heads = 4, ffn = {ffn}, vocab = {vocab} }}
+data = {{ sources = [{{ path = "stdlib" }}], seq_len = 16 }}
+batch = {{ global_batch = 2 }}
+parallel = {{ ranks = {ranks} }}
+optimizer = {{ lr = 1e-4 }}
+schedule = {{ kind = "constant" }}
+machine = {{ device = "cpu" }}
+"""
+FULL = {"layers": 3, "hidden": 1024, "ffn": 2816, "vocab": 2240}  # 38.4 M parameters: 4 KiB norms to 11 MiB matrices
+TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257}
+
+
+class Peer:
+    """A process with a channel to it; its log is shown if it dies."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: Channel[Any], log: Path) -> None:
+        self.process, self.link, self._log = process, link, log
+
+    def receive(self) -> Any:
+        """The next message."""
+        frame = self.link.receive(TIMEOUT_S)
+        if frame is None:
+            tail = self._log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"{self._log.stem} is gone or silent for {TIMEOUT_S:.0f} s:\n{tail}")
+        return frame.message
+
+
+@contextmanager
+def started(argv: Sequence[str], log: Path, messages: Any, *, fds: Sequence[int] = ()) -> Iterator[Peer]:
+    """A child with a socket, whose descriptor is its last argument; ended with us."""
+    ours, theirs = socket_pair()
+    how = Spawn(
+        argv=[*argv, str(theirs.fileno())], log=log, env=common.environment(), fds=(*fds, theirs.fileno()), dies_with_us=True
+    )
+    try:
+        process = spawn(how)
+    finally:
+        theirs.close()
+    peer = Peer(process, channel(ours, messages), log)
+    try:
+        yield peer
+    finally:
+        peer.link.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Stall:
+    """Ranks, arenas, keeper and store of one measurement: in place of agent and coordinator, which only relay."""
+
+    def __init__(self, folder: Path, config: Config, stack: ExitStack) -> None:
+        self._store = LocalStore(str(folder / "run"))
+        self._run = RunStore(self._store)
+        self._epoch = self._run.take_epoch(owner={"benchmark": "checkpoint_stall"}, starts_from=None)
+        self._last: list[PackStored] = []
+        self.world = config.parallel.ranks
+        sizes = rank_slot_nbytes(config)
+        names = {rank: [slot_name(rank, index, 0) for index in range(config.checkpoint.slots)] for rank in range(self.world)}
+        areas = Areas()
+        stack.callback(areas.close)
+        areas.prepare({name: sizes[rank] for rank, held in names.items() for name in held})
+        fds = {rank: {name: areas.fd(name) for name in held} for rank, held in names.items()}
+        self._keeper = stack.enter_context(_keeper(folder, config))
+        self._keeper.link.send(KeeperMemfds(memfds=areas.sizes()), tuple(areas.fd(name) for name in areas.sizes()))
+        self._ranks = [stack.enter_context(_rank(folder, config, rank, self._epoch, fds[rank])) for rank in range(self.world)]
+        self.ups: list[Up] = [rank.receive() for rank in self._ranks]
+        stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        for rank in self._ranks:
+            rank.link.send(Leave())
+            rank.link.drain(5)
+
+    def measure(self, case: str, number: int) -> float:
+        """The case once on all ranks; the slowest one's seconds. On return nothing is being stored any more."""
+        for rank in self._ranks:
+            rank.link.send(Measure(case=case, number=number))
+        measured = [self._measured(number, rank) for number, rank in enumerate(self._ranks)]
+        if case == "ours":
+            self._stored([each.digests for each in measured])
+        return max(each.seconds for each in measured)
+
+    def _measured(self, number: int, rank: Peer) -> Measured:
+        while isinstance(message := rank.receive(), ForKeeper):
+            self._keeper.link.send(ToKeeperFromWorker(rank=number, attempt=0, payload=message.payload))
+        assert isinstance(message, Measured)
+        return message
+
+    def _stored(self, live: list[dict[str, str]]) -> None:
+        """Wait for the keeper, compare what it stored with what was live, and let the slots go."""
+        packs: dict[int, PackStored] = {}
+        while len(packs) < self.world:
+            message = decode_keeper(self._keeper.receive().payload)
+            if not isinstance(message, PackStored):
+                raise RuntimeError(f"the keeper could not store rank {message.rank}: {message.reason}")
+            packs[message.rank] = message
+        for rank, expected in enumerate(live):
+            found = {name: f"{value:016x}" for name, value in packs[rank].manifest.digests.items()}
+            wrong = sorted(name for name in expected if expected[name] != found.get(name))
+            if wrong:
+                raise RuntimeError(f"rank {rank} stored other values than the live ones: {wrong[:5]}")
+        for old in self._last:
+            self._store.delete(self._run.pack_key(old.step, old.epoch, old.attempt, old.rank))
+        self._last = [packs[rank] for rank in range(self.world)]
+        self._keeper.link.send(Payload(payload=encode(Settled(attempt=0, step=self._last[0].step))))
+
+    def verify(self) -> int:
+        """Commit the last save and read it back: every checksum, and the digests of every array. Returns the bytes read."""
+        first = self._last[0]
+        manifest = merge(
+            [each.manifest for each in self._last],
+            step=first.step,
+            epoch=first.epoch,
+            attempt=first.attempt,
+            progress=first.progress,
+            created_s=time.time(),
+        )
+        self._run.commit(manifest)
+        report = self._run.open(first.step).verify()
+        if not report.ok or not report.complete:
+            raise RuntimeError(f"what was stored does not verify: {report.problems[:5]}")
+        return report.read_bytes
+
+
+@contextmanager
+def _keeper(folder: Path, config: Config) -> Iterator[Peer]:
+    args = KeeperArgs(url=str(folder / "run"), local_dir=str(folder), upload_mib_s=config.checkpoint.upload_mib_s, faults=[])
+    path = folder / "keeper.json"
+    path.write_bytes(msgspec.json.encode(args))
+    with started(installed("ftrain.compose.keeper", str(path)), folder / "keeper.log", FromKeeperProcess) as peer:
+        yield peer
+
+
+@contextmanager
+def _rank(folder: Path, config: Config, rank: int, epoch: int, slots: dict[str, int]) -> Iterator[Peer]:
+    args = RankArgs(
+        rank=rank,
+        world=config.parallel.ranks,
+        epoch=epoch,
+        config=msgspec.to_builtins(config),
+        rendezvous=str(folder / "rendezvous"),
+        folder=str(folder / "dcp"),
+        slots=slots,
+    )
+    path = folder / f"rank{rank}.json"
+    path.write_bytes(msgspec.json.encode(args))
+    argv = common.python("benchmarks.stall_rank", str(path))
+    with started(argv, folder / f"rank{rank}.log", FromRank, fds=tuple(slots.values())) as peer:
+        yield peer
+
+
+def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
+    """The whole benchmark; the result as it is printed."""
+    machine = common.Machine()
+    config = parse(CONFIG.format(url=folder / "run", ranks=2, **(TINY if tiny else FULL)))
+    with ExitStack() as stack:
+        stall = Stall(folder, config, stack)
+        cases: dict[str, Callable[[int], float]] = {
+            case: (lambda number, case=case: stall.measure(case, number))
+            for case in CASES  # type: ignore[misc]
+        }
+        for case in cases.values():
+            case(rounds)  # warm-up: first calls allocate, start processes, make views
+        seconds = common.interleaved(cases, rounds)
+        verified = stall.verify()
+    dcp = {case: common.median(seconds[case]) or 0.0 for case in CASES if case.startswith("dcp")}
+    best = min(dcp, key=lambda case: dcp[case])
+    default = min(("dcp_thread", "dcp_process"), key=lambda case: dcp[case])
+    ours, memcpy = common.median(seconds["ours"]), common.median(seconds["memcpy"])
+    return {
+        "blocked_over_memcpy": common.ratio(ours, memcpy),
+        "dcp_over_ours": common.ratio(dcp[best], ours),
+        "dcp_best": best,
+        "dcp_defaults_over_ours": common.ratio(dcp[default], ours),
+        "mib_per_rank": round(max(up.logical_nbytes for up in stall.ups) / 2**20, 1),
+        "parameters": sum(up.parameters for up in stall.ups),
+        "verified_bytes": verified,
+        "cases": {case: common.summary(samples) for case, samples in seconds.items()},
+        "machine": machine.record(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = common.options(__doc__.splitlines()[0], rounds=7).parse_args(argv)
+    with common.scratch(args.dir) as folder:
+        result = run(folder, rounds=2 if args.tiny else args.rounds, tiny=args.tiny)
+    rows = [(case, f"{1000 * record['median_s']:.1f} ms") for case, record in result["cases"].items()]
+    figures = ("blocked_over_memcpy", "dcp_over_ours", "dcp_defaults_over_ours")
+    common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What every benchmark shares: the options, rounds that take turns, medians, and one JSON object on stdout.
+
+A machine changes its speed from minute to minute, so a ratio is only worth something if both sides were measured in turns within one
+run; and a missed bound is a figure to look at, not a failure of the benchmark: the exit code is 0 whenever the measurement is right.
+The load average stands beside the figures, because on a busy machine they say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).parent.parent
+
+
+def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="JSON on stdout only: no table on stderr")
+    parser.add_argument("--tiny", action="store_true", help="seconds instead of minutes: the machinery, not the figures")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
+    parser.add_argument("--seed", type=int, default=1, help="of everything random")
+    parser.add_argument("--dir", help="folder on the disk to be measured (default: the system's folder for temporary files)")
+    return parser
+
+
+def interleaved(cases: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each case in each round. The order turns by one place a round, so that nobody always comes after the same one."""
+    names = list(cases)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(cases[name](number))
+    return seconds
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median; None of nothing."""
+    held = list(values)
+    return statistics.median(held) if held else None
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """A quotient to three digits; None if a side is missing."""
+    return None if over is None or not under else round(over / under, 3)
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median and every sample, in seconds."""
+    middle = median(values)
+    return {"median_s": None if middle is None else round(middle, 4), "samples_s": [round(value, 4) for value in values]}
+
+
+@contextmanager
+def scratch(folder: str | None) -> Iterator[Path]:
+    """A folder of its own on the disk to be measured, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ftrain-bench-", dir=folder, ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+class Machine:
+    """How busy the machine was: processors, and the load average before and after."""
+
+    def __init__(self) -> None:
+        self._before = os.getloadavg()
+
+    def record(self) -> dict[str, Any]:
+        """For the result."""
+        return {
+            "cpus": os.cpu_count(),
+            "load_before": [round(value, 2) for value in self._before],
+            "load_after": [round(value, 2) for value in os.getloadavg()],
+        }
+
+
+def python(module: str, *args: str) -> list[str]:
+    """A module of the benchmarks as a process: they are not installed, so they are found from the repository's root."""
+    return [sys.executable, "-m", module, *args]
+
+
+def environment() -> dict[str, str]:
+    """For such a process: one thread a rank (as many as there are processors, for two ranks), and the repository's root on its path."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def emit(result: Mapping[str, Any], *, quiet: bool, rows: Iterable[tuple[str, object]] = ()) -> None:
+    """The result on stdout, and unless `quiet` a short table on stderr."""
+    if not quiet:
+        for label, value in rows:
+            print(f"{label:<34} {value}", file=sys.stderr)
+    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())

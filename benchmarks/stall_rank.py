@@ -1,0 +1,159 @@
+"""One rank of benchmarks.checkpoint_stall: a real engine whose state is saved in each of the ways compared.
+
+Every case is measured from a barrier, so that the ranks share the memory's bandwidth as they do in training, and each saves the same
+number of bytes: this rank's share of the state, at 14 bytes per parameter.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers import dcp
+from benchmarks.stall_messages import ForKeeper, FromParent, Leave, Measured, RankArgs, Up
+from ftrain.checkpoint.arena import ArenaSlot
+from ftrain.checkpoint.layout import rank_layout
+from ftrain.checkpoint.messages import SnapshotReady, encode
+from ftrain.checkpoint.saver import Saver
+from ftrain.config import Config
+from ftrain.parallel.arrays import StatePiece, torch_dtype
+from ftrain.parallel.mesh import Mesh
+from ftrain.parallel.shape import mesh_shape
+from ftrain.train.step import Engine
+from recovery.wire import Channel, channel
+from storage.digest import digest_box
+
+ATTEMPT = 0
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A batch."""
+
+    tokens: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    valid: npt.NDArray[np.bool_]
+
+
+class RandomTokens:
+    """Sequences that cost nothing to make: the state's values matter here, not what was learned."""
+
+    def __init__(self, config: Config) -> None:
+        self._vocab, self._length = config.model.vocab, config.data.seq_len
+
+    def sequences(self, first: int, count: int) -> Arrays:
+        """Training sequences [first, first + count)."""
+        tokens = np.random.default_rng(first).integers(0, self._vocab, (count, self._length + 1))
+        return Arrays(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.ones((count, self._length), dtype=np.bool_))
+
+    heldout = sequences
+
+
+class OurSave:
+    """The production path: Saver into the agent's arena slots, the keeper told; the state changes before each save."""
+
+    def __init__(self, engine: Engine, args: RankArgs, link: Channel[Any]) -> None:
+        self._engine, self._batch = engine, engine.config.batch.global_batch
+        slots = [(name, ArenaSlot(fd, populate=True)) for name, fd in args.slots.items()]
+        self._saver = Saver(
+            slots,
+            rank_layout(engine.config, engine.mesh.coordinate),
+            identity=(args.epoch, ATTEMPT, args.rank, args.world),
+            announce=lambda name: link.send(ForKeeper(payload=encode(SnapshotReady(slot=name)))),
+        )
+
+    def __call__(self, number: int) -> float:
+        """One step of training, then the save as the loop does it."""
+        engine = self._engine
+        step = engine.train_step(step=engine.step + 1, first_sequence=engine.step * self._batch).step
+        self._saver.wait_until_free(upload=True)
+        dist.barrier()
+        begin = time.perf_counter()
+        pieces = [piece for piece in engine.pieces() if piece.owner]
+        self._saver.save(pieces, step=step, upload=True, progress={"step": step})
+        return time.perf_counter() - begin
+
+    def digests(self) -> dict[str, str]:
+        """This rank's share of the digest of every array of the live state, computed from the live tensors."""
+        shapes = {spec.name: spec.shape for spec in self._engine.array_specs()}
+        total = dict.fromkeys(shapes, 0)
+        for piece in self._engine.pieces():
+            if piece.owner:
+                total[piece.array] += digest_box(bits(piece), shapes[piece.array], piece.box)
+        return {name: f"{value % 2**64:016x}" for name, value in total.items()}
+
+
+class Memcpy:
+    """As many bytes from one warm private buffer to another: what the C library does at best."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._from, self._to = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+        self(0)
+
+    def __call__(self, number: int) -> float:
+        """One copy."""
+        dist.barrier()
+        begin = time.perf_counter()
+        np.copyto(self._to, self._from)
+        return time.perf_counter() - begin
+
+
+def stored(piece: StatePiece) -> torch.Tensor:
+    """The tensor as it is stored: masters are rounded to make the weights."""
+    return piece.tensor.detach().to(torch_dtype(piece.dtype))
+
+
+def bits(piece: StatePiece) -> npt.NDArray[np.generic]:
+    """The bits of the tensor as it is stored."""
+    tensor = stored(piece)
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
+
+
+def build(args: RankArgs) -> Engine:
+    """The process group and the engine, with real moments after one step."""
+    config = msgspec.convert(args.config, Config)
+    torch.set_num_threads(1)
+    store = dist.FileStore(args.rendezvous, args.world)
+    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world)
+    engine = Engine(config, mesh=Mesh(mesh_shape(config), args.rank), device="cpu", dataset=RandomTokens(config))
+    engine.init_state()
+    engine.train_step(step=1, first_sequence=0)
+    return engine
+
+
+def main(argv: list[str]) -> int:
+    """`python -m benchmarks.stall_rank ARGS.json SOCKET_FD`."""
+    args = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RankArgs)
+    link = channel(socket.socket(fileno=int(argv[1])), FromParent)
+    engine = build(args)
+    ours = OurSave(engine, args, link)
+    state = {
+        f"rank{args.rank}/{piece.array}@{piece.box.offset}": stored(piece).clone() for piece in engine.pieces() if piece.owner
+    }
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    group = dist.new_group(list(range(args.world)))
+    assert isinstance(group, dist.ProcessGroup)
+    cases: dict[str, Callable[[int], float]] = {"ours": ours, "memcpy": Memcpy(nbytes)}
+    cases |= {f"dcp_{form}": dcp.AsyncSave(form, state, Path(args.folder), group) for form in dcp.FORMS}
+    link.send(Up(logical_nbytes=nbytes, parameters=nbytes // 14))
+    while (frame := link.receive()) is not None and not isinstance(frame.message, Leave):
+        seconds = cases[frame.message.case](frame.message.number)
+        link.send(Measured(seconds=seconds, digests=ours.digests() if frame.message.case == "ours" else {}))
+    link.drain(10)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
