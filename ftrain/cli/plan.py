@@ -312,3 +312,20 @@ def _place(text: str) -> tuple[int, int, int]:
     except ValueError as error:
         raise ValueError(f"--place {text}: wanted STAGE,CARD,REPLICA, three numbers counted from 0") from error
     return stage, card, replica
+
+
+@plan.command()
+@common
+@click.option("--top", type=click.IntRange(1), default=10, help="Layouts to show.", show_default=True)
+@click.option("--sweep", type=click.Choice(["pp"]), help="Vary one axis instead: what more stages cost and save.")
+def search(asked: Asked, top: int, sweep: str | None) -> None:
+    """All legal layouts for this model and number of GPUs, ranked, with a reason each.
+
+    \b
+    Example:
+      ftrain plan search configs/dense-500b.toml --hardware b200
+    """
+    from ftrain.plan import search as planner
+
+    setup = resolve(asked)
+    show(asked, planner.sweep(setup) if sweep else planner.answer(setup, top=top))

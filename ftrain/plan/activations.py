@@ -3,7 +3,7 @@
 Two counts stand side by side. The paper's closed formulas (GELU, f = 4h, dropout) are what the literature quotes. This
 engine's layer is another one (SwiGLU, grouped queries, no dropout, attention that never writes its scores), so its memory is
 added up from the tensors it saves; the sum is an estimate until the report has laid a measurement beside it.
-How many micro-batches are held comes from the schedule object itself, not from a formula.
+How many micro-batches are held is what the schedule object holds.
 """
 
 from __future__ import annotations
@@ -66,14 +66,21 @@ def logits_bytes(setup: Setup) -> Fraction:
 
 
 def in_flight(setup: Setup) -> tuple[int, ...]:
-    """(virtual stage, micro-batch) pairs that each pipeline rank holds at once, read off the schedule.
+    """(virtual stage, micro-batch) pairs that each pipeline rank holds at once."""
+    return held(setup.options.schedule, p=setup.mesh.pp, m=setup.microbatches, v=setup.chunks)
 
-    Beyond 3 p micro-batches no schedule but GPipe holds more, so longer ones are not built.
-    """
-    p, m, options = setup.mesh.pp, setup.microbatches, setup.options
-    if options.schedule == "gpipe":
+
+def held(name: str, *, p: int, m: int, v: int) -> tuple[int, ...]:
+    """The same for any schedule. The closed forms are tested to be what `peak_in_flight` reads off the schedule."""
+    if name == "gpipe":
         return (m,) * p
-    return peak_in_flight(build(options.schedule, num_ranks=p, num_microbatches=min(m, 3 * p), num_chunks=setup.chunks))
+    if name == "1f1b":
+        return tuple(min(m, p - i) for i in range(p))
+    if name == "interleaved":
+        return tuple(min(v * m, 2 * (p - i - 1) + (v - 1) * p + 1) for i in range(p))
+    if name == "zb-h1":
+        return (min(m, p),) * p
+    return peak_in_flight(build(name, num_ranks=p, num_microbatches=min(m, 2 * p), num_chunks=v))
 
 
 def paper_layer_bytes(setup: Setup) -> dict[str, Fraction]:

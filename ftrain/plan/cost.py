@@ -42,7 +42,7 @@ def stage_flops(setup: Setup) -> tuple[Fraction, ...]:
     """Model FLOPs of each virtual stage for one micro-batch on one rank (forward and backward)."""
     tokens = Fraction(setup.config.batch.micro_batch * setup.config.data.seq_len, setup.mesh.cp)
     layer = layer_flops(setup) + attention_flops(setup)
-    sizes = [len(stage) for stage in setup.stages()]
+    sizes = [len(stage) for stage in setup.stages]
     whole = [count * layer + (head_flops(setup) if i == len(sizes) - 1 else 0) for i, count in enumerate(sizes)]
     return tuple(tokens * flops / setup.mesh.tp for flops in whole)
 

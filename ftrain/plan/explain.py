@@ -100,14 +100,14 @@ def _holds(setup: Setup, rank: int) -> Section:
 
     config, mesh = setup.config, setup.mesh
     here = mesh.coordinate(rank)
-    counts = tuple(len(stage) for stage in setup.stages()) if setup.chunks == 1 else ()
+    counts = tuple(len(stage) for stage in setup.stages) if setup.chunks == 1 else ()
     specs = parameters(config.model, mesh, layer_counts=counts)
     boxes = [box for spec in specs if (box := local_box(spec, mesh, here)) is not None]
     held = sum(box.size for box in boxes)
     owned = state_boxes(plan_buckets(specs, mesh, here, bucket_bytes=config.parallel.bucket_mib * 2**20), mesh, here)
     written = sum(box.size for _, box in owned)
     layers = [
-        f"{stage.start} to {stage.stop - 1}" for index, stage in enumerate(setup.stages()) if index in setup.stages_of(here.pp)
+        f"{stage.start} to {stage.stop - 1}" for index, stage in enumerate(setup.stages) if index in setup.stages_of(here.pp)
     ]
     rows = tuple(
         (name, str(list(box.offset)), str(list(box.shape)), size(14 * box.size, digits=2)) for name, box in owned[:SHOWN]

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from ftrain.parallel.schedule import rank_of
 from ftrain.plan import state
 from ftrain.plan.activations import in_flight, layer_bytes, logits_bytes, paper_layer_bytes, saved_tensors, working_bytes
 from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
-from ftrain.plan.params import replicated, shard
+from ftrain.plan.params import Shard, replicated, shards
 from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Recompute, Setup, layout
 
 NOT_INCLUDED = (
@@ -49,22 +50,39 @@ class RankMemory:
         return self.state + self.activations + self.buffers
 
 
-def rank_memory(setup: Setup, pp: int, held: int) -> RankMemory:
-    """The memory of a pipeline rank that holds `held` (virtual stage, micro-batch) pairs of activations at once."""
-    own, split = shard(setup, pp), state.shares(setup)
-    per_stage = Fraction(own.layers, setup.chunks) * layer_bytes(setup)
-    head = logits_bytes(setup) if own.head or setup.mesh.pp == 1 else Fraction(0)
-    return RankMemory(
-        pp=pp,
-        layers=own.layers,
-        params=own.total,
-        weights=Fraction(state.WEIGHT * own.total, split["weights"]),
-        gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
-        master=Fraction(state.MASTER * own.total, split["master"]),
-        moments=Fraction(state.MOMENTS * own.total, split["moments"]),
-        activations=held * per_stage + working_bytes(setup) + head,
-        buffers=buffer_bytes(setup) + _gathered(setup, own.total),
-    )
+def all_ranks(setup: Setup, *, only: frozenset[int] = frozenset()) -> tuple[RankMemory, ...]:
+    """The memory of every pipeline rank (or of `only` those), of its most loaded TP rank."""
+    stage_layer, working, head = layer_bytes(setup) / setup.chunks, working_bytes(setup), logits_bytes(setup)
+    buffers, split = buffer_bytes(setup), state.shares(setup)
+    found, head_rank = [], _head_rank(setup)
+    for pp, (own, held) in enumerate(zip(shards(setup), in_flight(setup), strict=True)):
+        if only and pp not in only:
+            continue
+        found.append(
+            RankMemory(
+                pp=pp,
+                layers=own.layers,
+                params=own.total,
+                weights=Fraction(state.WEIGHT * own.total, split["weights"]),
+                gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
+                master=Fraction(state.MASTER * own.total, split["master"]),
+                moments=Fraction(state.MOMENTS * own.total, split["moments"]),
+                activations=held * own.layers * stage_layer + working + (head if pp == head_rank else 0),
+                buffers=buffers + _gathered(setup, own),
+            )
+        )
+    return tuple(found)
+
+
+def heaviest_ranks(setup: Setup) -> tuple[RankMemory, ...]:
+    """The ranks among which the worst one is: both ends, and the second, which has as many layers as any other in between and
+    holds no fewer micro-batches."""
+    return all_ranks(setup, only=frozenset({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
+
+
+def _head_rank(setup: Setup) -> int:
+    """The pipeline rank that computes the logits: the last, or the first on a V."""
+    return rank_of(setup.mesh.pp * setup.chunks - 1, num_ranks=setup.mesh.pp, placement=setup.placement)
 
 
 def buffer_bytes(setup: Setup) -> Fraction:
@@ -74,17 +92,11 @@ def buffer_bytes(setup: Setup) -> Fraction:
     return (2 * whole if mesh.tp > 1 else Fraction(0)) + (2 * whole / setup.sp if mesh.pp > 1 else Fraction(0))
 
 
-def _gathered(setup: Setup, params: int) -> Fraction:
+def _gathered(setup: Setup, own: Shard) -> Fraction:
     """FSDP: two gathered bf16 layers and one layer's whole gradient, on top of the shards."""
     if setup.options.sharding == "zero1":
         return Fraction(0)
-    layer = Fraction(params, max(1, shard(setup, 0).layers))
-    return layer * (2 * state.WEIGHT + state.GRADIENT)
-
-
-def all_ranks(setup: Setup) -> tuple[RankMemory, ...]:
-    """The memory of every pipeline rank."""
-    return tuple(rank_memory(setup, pp, held) for pp, held in enumerate(in_flight(setup)))
+    return Fraction(own.total, max(1, own.layers)) * (2 * state.WEIGHT + state.GRADIENT)
 
 
 def refusals(setup: Setup, ranks: tuple[RankMemory, ...]) -> tuple[str, ...]:

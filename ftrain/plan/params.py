@@ -40,24 +40,33 @@ def layer_matrices(setup: Setup) -> int:
 
 def vocabulary_rows(setup: Setup) -> int:
     """Rows of the embedding (and of the head) on the first TP rank: the vocabulary is cut in whole tiles."""
+    model, tp = setup.config.model, setup.mesh.tp
+    if tp <= 16 and model.vocab % tp == 0:
+        return model.vocab // tp  # the tile divides every such cut
     from storage.grid import tp_tile
 
-    model, tp = setup.config.model, setup.mesh.tp
     tile = tp_tile(model.vocab, element_bytes=4 * model.hidden)
     tiles = -(-model.vocab // tile)
     return min(model.vocab, -(-tiles // tp) * tile)
 
 
-def shard(setup: Setup, rank: int) -> Shard:
-    """What a pipeline rank holds, on the TP rank that holds most."""
+def shards(setup: Setup) -> tuple[Shard, ...]:
+    """What each pipeline rank holds, on the TP rank that holds most."""
+    if "shards" not in setup.memo:
+        matrices, rows = layer_matrices(setup), vocabulary_rows(setup) * setup.config.model.hidden
+        setup.memo["shards"] = tuple(_shard(setup, rank, matrices=matrices, rows=rows) for rank in range(setup.mesh.pp))
+    found: tuple[Shard, ...] = setup.memo["shards"]
+    return found
+
+
+def _shard(setup: Setup, rank: int, *, matrices: int, rows: int) -> Shard:
     model, mesh = setup.config.model, setup.mesh
     stages = setup.stages_of(rank)
-    layers = sum(len(setup.stages()[stage]) for stage in stages)
-    rows = vocabulary_rows(setup) * model.hidden
+    layers = sum(len(setup.stages[stage]) for stage in stages)
     first, last = 0 in stages, mesh.pp * setup.chunks - 1 in stages
     return Shard(
         layers=layers,
-        matrices=layers * layer_matrices(setup),
+        matrices=layers * matrices,
         norms=layers * 2 * model.hidden + (model.hidden if last else 0),
         embedding=rows if first else 0,
         head=rows if last and not (model.tied and first) else 0,

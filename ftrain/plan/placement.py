@@ -33,20 +33,38 @@ class Path:
 @lru_cache(maxsize=512)
 def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey) -> Path:
     """The slowest link of the groups along `axes`, over all of them."""
-    hops = ring_hops(mesh, axes)
-    if all(a // profile_key.server_gpus == b // profile_key.server_gpus for a, b in hops):
+    if not crossing_share(mesh, axes, profile_key.server_gpus):
         link = profile_key.link_gb_s
         return Path(link=profile_key.link_name, gb_s=link, crowded_gb_s=link, crosses_servers=False)
     name, rate, crowded = "network", profile_key.nic_gb_s, profile_key.nic_gb_s
     for tier, inner in zip(profile_key.tiers, profile_key.units, strict=True):
-        crossing = Counter(a // inner for a, b in hops if a // inner != b // inner)
-        if not crossing:
+        share = crossing_share(mesh, axes, inner)
+        if not share:
             break
-        name, over = tier[0], tier[1]
-        share = max(crossing.values()) / inner
+        name, over = tier
         crowded = min(crowded, profile_key.nic_gb_s / over)
         rate = min(rate, profile_key.nic_gb_s * min(1.0, 1.0 / (over * share)))
     return Path(link=name, gb_s=rate, crowded_gb_s=crowded, crosses_servers=True)
+
+
+def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int) -> float:
+    """The share of a unit's ranks whose next ring member lies in another unit, in the unit where it is largest.
+
+    Units are runs of `unit` ranks. One axis whose stride and span fit the units has a closed form; anything else is counted.
+    """
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes:
+        return 0.0
+    if len(axes) == 1:
+        members = mesh.group(0, axes)
+        stride = members[1]
+        span = stride * len(members)
+        if unit % span == 0:
+            return 0.0
+        if (span % unit == 0 or span == mesh.world) and (unit % stride == 0 or stride % unit == 0):
+            return min(1.0, stride / unit)
+    crossing = Counter(a // unit for a, b in ring_hops(mesh, axes) if a // unit != b // unit)
+    return max(crossing.values(), default=0) / unit
 
 
 def ring_hops(mesh: MeshShape, axes: tuple[Axis, ...]) -> tuple[tuple[int, int], ...]:

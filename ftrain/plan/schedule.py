@@ -138,10 +138,10 @@ def _share(value: Fraction) -> str:
 
 def _stages(setup: Setup) -> Section:
     """Cuts should equalise time, not layers."""
-    flops, mean = cost.stage_flops(setup), Fraction(sum(cost.stage_flops(setup)), len(setup.stages()))
+    flops, mean = cost.stage_flops(setup), Fraction(sum(cost.stage_flops(setup)), len(setup.stages))
     rows = tuple(
         (stage, setup_rank, len(layers), _ends(stage, len(flops)), _share(flops[stage] / mean))
-        for stage, layers in enumerate(setup.stages())
+        for stage, layers in enumerate(setup.stages)
         for setup_rank in range(setup.mesh.pp)
         if stage in setup.stages_of(setup_rank)
     )

@@ -7,14 +7,16 @@ replacing one field; the search does that some hundred times in a fraction of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from ftrain.combinations import head_dim, kv_heads
 from ftrain.config import Config
 from ftrain.load import num_parameters
 from ftrain.parallel.partition import partition_layers
+from ftrain.parallel.schedule import Placement, rank_of
 from ftrain.parallel.shape import MeshShape, mesh_shape
 from ftrain.plan.profile import Profile
 
@@ -49,35 +51,37 @@ class Options:
     """A round number of parameters for the ideal rows; 0: the config's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A config under a hardware profile and options."""
+    """A config under a hardware profile and options. What follows from them is worked out once (hence no slots)."""
 
     config: Config
     profile: Profile
     options: Options
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """For functions of a setup that are asked many times."""
 
-    @property
+    @cached_property
     def mesh(self) -> MeshShape:
         """The mesh; DP is what remains of the ranks."""
         return mesh_shape(self.config)
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Parameters of the model, or the round number that was asked for."""
         return self.options.params or num_parameters(self.config)
 
-    @property
+    @cached_property
     def queries(self) -> int:
         """Width of all query heads."""
         return self.config.model.heads * head_dim(self.config)
 
-    @property
+    @cached_property
     def keys(self) -> int:
         """Width of all key heads (and of all value heads)."""
         return kv_heads(self.config) * head_dim(self.config)
 
-    @property
+    @cached_property
     def local_keys(self) -> int:
         """Key width a TP rank holds: where tp exceeds the kv heads, they are replicated."""
         return max(1, kv_heads(self.config) // self.mesh.tp) * head_dim(self.config)
@@ -87,7 +91,7 @@ class Setup:
         """Sequences of an update times their length; each counted once, whatever the layout."""
         return self.config.batch.global_batch * self.config.data.seq_len
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Micro-batches of the busiest replica in an update."""
         per_replica = Fraction(self.config.batch.global_batch, self.config.batch.micro_batch * self.mesh.dp)
@@ -104,6 +108,7 @@ class Setup:
         """By how much norms and residuals are cut: tp under sequence parallelism, else 1."""
         return self.mesh.tp if self.options.sequence_parallel else 1
 
+    @cached_property
     def stages(self) -> tuple[range, ...]:
         """The layers of each virtual stage."""
         return partition_layers(self.config.model.layers, self.mesh.pp * self.chunks)
@@ -115,11 +120,22 @@ class Setup:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a pipeline rank."""
-        from ftrain.parallel.schedule import rank_of
+        return self._held[rank]
 
-        placement: Literal["loop", "vee"] = "vee" if self.options.schedule == "zb-v" else "loop"
-        stages = range(self.mesh.pp * self.chunks)
-        return tuple(stage for stage in stages if rank_of(stage, num_ranks=self.mesh.pp, placement=placement) == rank)
+    @property
+    def placement(self) -> Placement:
+        """How the schedule lays virtual stages onto ranks."""
+        return "vee" if self.options.schedule == "zb-v" else "loop"
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        owners = [
+            rank_of(stage, num_ranks=self.mesh.pp, placement=self.placement) for stage in range(self.mesh.pp * self.chunks)
+        ]
+        held: list[list[int]] = [[] for _ in range(self.mesh.pp)]
+        for stage, owner in enumerate(owners):
+            held[owner].append(stage)
+        return tuple(tuple(stages) for stages in held)
 
 
 def layout(mesh: MeshShape) -> str:

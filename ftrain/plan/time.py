@@ -14,8 +14,8 @@ from fractions import Fraction
 from ftrain.plan import cost, state
 from ftrain.plan.activations import working_bytes
 from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
-from ftrain.plan.params import shard
-from ftrain.plan.schedule import idle_of_compute
+from ftrain.plan.params import shards
+from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.traffic import group_path
 from ftrain.plan.volume import volumes
@@ -45,8 +45,9 @@ class Step:
         return self.compute + self.recompute + self.bubble + self.tp + self.cp + self.pp + self.dp + self.update
 
 
-def step(setup: Setup) -> Step:
-    """The predicted step. Raises ValueError where the hardware's peak is unknown: no guess."""
+def step(setup: Setup, *, exact: bool = True) -> Step:
+    """The predicted step. Raises ValueError where the hardware's peak is unknown: no guess. `exact`: simulate the schedule
+    instead of reading the closed formula."""
     profile, mesh = setup.profile, setup.mesh
     if not profile.peak_flops:
         raise ValueError(f"the profile {profile.name} names no peak: no time is predicted rather than guessed")
@@ -57,8 +58,8 @@ def step(setup: Setup) -> Step:
     recompute = compute * _recomputed(setup)
     exposed = _exposed(setup)
     inside = compute + recompute + exposed["TP"] + exposed["CP"]
-    idle = float(_idle(setup))
-    params = max(shard(setup, rank).total for rank in range(mesh.pp))
+    idle = float(_idle(setup, exact=exact))
+    params = max(held.total for held in shards(setup))
     touched = 2 * params * (state.MASTER + state.MOMENTS) / mesh.shards + params * state.GRADIENT / mesh.shards
     return Step(
         compute=compute,
@@ -72,12 +73,13 @@ def step(setup: Setup) -> Step:
     )
 
 
-def _idle(setup: Setup) -> Fraction:
+def _idle(setup: Setup, *, exact: bool) -> Fraction:
     """The schedule's idle time over compute; an interleaved count of micro-batches that does not divide reads the formula."""
     p, m, v, name = setup.mesh.pp, setup.microbatches, setup.chunks, setup.options.schedule
     if p == 1:
         return Fraction(0)
-    return idle_of_compute(name, p=p, m=m if name != "interleaved" else -(-m // p) * p, v=v)
+    m = -(-m // p) * p if name == "interleaved" else m
+    return idle_of_compute(name, p=p, m=m, v=v) if exact else bubble_of_compute(name, p=p, m=m, v=v)
 
 
 def _recomputed(setup: Setup) -> float:
