@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 
 from ftrain.config import Batch, Config, Data, Evaluate, Machine, Model, Optimizer, Parallel, Run, Schedule, Source
+
+torch.set_num_threads(1)  # the machine is shared, and more threads gain nothing at this size
 
 
 @dataclass

@@ -23,7 +23,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step"])
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised; the message names it and holds its traceback."""
 
 
@@ -40,13 +40,14 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect([receiver for receiver, _ in pipes])
+            results = _collect([receiver for receiver, _ in pipes])
+            for rank in ranks:
+                rank.join(timeout=TIMEOUT_S)
+            return results
         finally:
             for rank in ranks:
-                rank.join(timeout=10)
-                if rank.is_alive():
-                    rank.kill()
-                    rank.join()
+                rank.kill()
+                rank.join()
 
 
 def _collect(receivers: list[multiprocessing.connection.Connection]) -> list[Any]:
@@ -58,9 +59,9 @@ def _collect(receivers: list[multiprocessing.connection.Connection]) -> list[Any
             try:
                 ok, value = waiting.pop(rank).recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                raise RankError(f"rank {rank} died without a word") from None
             if not ok:
-                raise RankFailed(f"rank {rank} of {len(receivers)} failed:\n{value}")
+                raise RankError(f"rank {rank} of {len(receivers)} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(receivers))]
 
@@ -75,8 +76,9 @@ def _rank(fn: Callable[..., Any], rank: int, size: int, store: str, sender: Any,
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
         )
-        sender.send((True, fn(rank, *args)))
-        dist.barrier()
+        result = fn(rank, *args)
+        dist.barrier()  # nobody leaves while somebody still talks to them
+        sender.send((True, result))
         dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
