@@ -136,7 +136,7 @@ class ArenaSlot:
         """What lies in the payload."""
         table_nbytes = _FIXED.unpack_from(self._map, 0)[6]
         start = PAGE + PROGRESS_NBYTES
-        return msgspec.msgpack.decode(self.bytes[start : start + table_nbytes], type=SlotTable)
+        return msgspec.msgpack.decode(self.bytes[start : start + table_nbytes].tobytes(), type=SlotTable)
 
     def progress(self) -> dict[str, Any]:
         """The progress record saved with the snapshot."""
@@ -162,6 +162,8 @@ class ArenaSlot:
         same = magic == MAGIC and nbytes == layout.nbytes and self.bytes[start : start + table_nbytes].tobytes() == table
         if not same:
             self._words[:] = 0
+            if magic == MAGIC:  # of another layout: what lies between its chunks must not end up between ours
+                self.bytes[offset : offset + layout.nbytes] = 0
             self.bytes[start : start + len(table)] = np.frombuffer(table, dtype=np.uint8)
             _FIXED.pack_into(self._map, 0, MAGIC, 0, 0, 0, 0, 0, len(table), 0, offset, layout.nbytes)
         return self.bytes[offset : offset + layout.nbytes]

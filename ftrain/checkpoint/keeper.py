@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from storage.run import pack_key
+from storage.keys import pack_name, step_folder
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
@@ -118,7 +118,7 @@ class Keeper:
 
     def _store_slot(self, slot: ArenaSlot, header: SlotHeader) -> KeeperMessage:
         begin = time.monotonic()
-        key = pack_key(header.step, header.epoch, header.attempt, header.rank)
+        key = step_folder(header.step) + pack_name(header.epoch, header.attempt, header.rank)
         identity = {
             "epoch": header.epoch,
             "attempt": header.attempt,
@@ -140,7 +140,7 @@ class Keeper:
         return self._store
 
     def _blocks(self, slot: ArenaSlot, step: int) -> Iterator[memoryview]:
-        payload = memoryview(slot.payload())
+        payload = slot.payload().data
         for start in range(0, len(payload), BLOCK_NBYTES):
             block = payload[start : start + BLOCK_NBYTES]
             self._pacer.wait(len(block))

@@ -52,7 +52,7 @@ class ArenaStore(ObjectStore):
     def _payload(self, key: str) -> memoryview:
         if key not in self._slots:
             raise ObjectMissing(f"no arena slot {key!r}", key)
-        return memoryview(self._slots[key].payload())
+        return self._slots[key].payload().data
 
     def get(self, key: str, *, max_bytes: int = 2**63) -> bytes:
         """The whole payload."""

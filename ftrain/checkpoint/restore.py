@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from storage.run import Checkpoint, RunStore, Want
+from storage.checkpoint import Checkpoint
+from storage.reader import Want
+from storage.run import RunStore
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
@@ -89,29 +91,42 @@ def restore(
 
 
 def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: list[tuple[int, str]]) -> Restored:
-    steps = sorted({info.step for info in run.checkpoints() if info.state == "valid" and info.step <= newest}, reverse=True)
-    for step in steps:
-        manifest: list[Manifest] = []
-
-        def load(step: int = step, manifest: list[Manifest] = manifest) -> None:
-            checkpoint = run.open(step)
-            manifest.append(checkpoint.manifest)
-            _load(engine, checkpoint)
-
-        problem = _attempt(load)
+    """The newest checkpoint of at most step `newest` that loads and proves itself on every rank."""
+    without = {info.step: "newer than what this attempt was started from" for info in run.checkpoints() if info.step > newest}
+    while True:
+        checkpoint = _agree(run, without)
+        problem = _attempt(lambda checkpoint=checkpoint: _load(engine, checkpoint))  # type: ignore[misc]
         if everywhere(problem is None):
-            problem = _prove(engine, manifest[0])
+            problem = _prove(engine, checkpoint.manifest)
             if problem is None:
+                seen = [*passed_over, *((step, why) for step, why in checkpoint.passed_over if step <= newest)]
                 return Restored(
                     source="storage",
-                    step=step,
-                    progress=manifest[0].progress,
-                    proof=f"digests of {len(manifest[0].digests)} arrays",
-                    passed_over=tuple(passed_over),
+                    step=checkpoint.step,
+                    progress=checkpoint.progress,
+                    proof=f"digests of {len(checkpoint.manifest.digests)} arrays",
+                    passed_over=tuple(seen),
                 )
-        passed_over.append((step, problem or "damaged on another rank"))
-    listed = "; ".join(f"step {step}: {reason}" for step, reason in passed_over) or "none is valid"
-    raise NoCheckpoint(f"no checkpoint of this run can be loaded: {listed}. `ftrain ckpt verify` says more about each.")
+        without[checkpoint.step] = problem or "damaged on another rank"
+
+
+def _agree(run: RunStore, without: dict[int, str]) -> Checkpoint:
+    """The checkpoint all ranks try next. Rank 0 chooses: a commit may land while others look. Raises NoCheckpoint on all."""
+    mine: Checkpoint | None = None
+    refusal: NoCheckpoint | None = None
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        try:
+            mine = run.open(without=without)
+        except NoCheckpoint as error:
+            refusal = error
+    chosen = torch.tensor([mine.step if mine else -1], dtype=torch.int64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(chosen, src=0)
+    step = int(chosen.item())
+    if step < 0:
+        raise refusal or NoCheckpoint("no checkpoint of this run can be loaded: rank 0 says why")
+    return mine or run.open(step)
 
 
 def _attempt(action: Callable[[], None]) -> str | None:

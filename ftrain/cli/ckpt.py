@@ -19,7 +19,8 @@ from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
-    from storage.run import Checkpoint, RunStore
+    from storage.checkpoint import Checkpoint
+    from storage.run import RunStore
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 
@@ -129,7 +130,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
                 "dtype": spec.dtype,
                 "shape": list(spec.shape),
                 "tile": list(spec.tile),
-                "digest": manifest.digests.get(spec.name, ""),
+                "digest": f"{manifest.digests[spec.name]:016x}",
             }
             for spec in manifest.arrays
         ],
@@ -159,14 +160,17 @@ def verify(url: str, sample: float, as_json: bool) -> None:
         steps = [step] if step is not None else [info.step for info in run.checkpoints() if info.state in ("valid", "damaged")]
         for each in steps:
             try:
-                reports[each] = msgspec.to_builtins(run.open(each).verify(sample=sample))
+                found = run.open(each).verify(sample=sample)
+                reports[each] = {"ok": found.ok, **msgspec.to_builtins(found)}
             except StorageError as error:
-                reports[each] = {"ok": False, "problems": [f"{type(error).__name__}: {error}"]}
+                reports[each] = {"ok": False, "problems": [{"reason": f"{type(error).__name__}: {error}"}]}
     if as_json:
         render.json({str(each): facts for each, facts in reports.items()})
     else:
         for each, facts in reports.items():
-            render.data(f"step {each}: " + ("ok" if facts["ok"] else "; ".join(map(str, facts["problems"]))))
+            render.data(
+                f"step {each}: " + ("ok" if facts["ok"] else "; ".join(problem["reason"] for problem in facts["problems"]))
+            )
     if not reports:
         render.fail(f"{base}: no checkpoint is there", ExitCode.DAMAGED)
     if not all(facts["ok"] for facts in reports.values()):

@@ -18,6 +18,7 @@ from recovery.state import RunState, apply
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.panel import Panel
 
 LINE_EVERY_S = 5.0
 
@@ -82,7 +83,7 @@ class LiveView:
         seconds = self._speed.step_s
         return format_seconds(seconds * (self._steps - self._state.step)) if seconds else "unknown"
 
-    def _panel(self) -> object:
+    def _panel(self) -> Panel:
         from rich.panel import Panel
         from rich.table import Table
 

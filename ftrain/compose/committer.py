@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from storage.retention import Policy
+from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
 from ftrain.checkpoint.messages import PackStored, Settled
@@ -44,7 +44,7 @@ class Job:
 class Committer:
     """One thread with a queue. `submit`, `results` and `idle` may be called from the coordinator's thread only."""
 
-    def __init__(self, run: RunStore, policies: Sequence[Policy], *, grace_s: float, wake: Callable[[], None]) -> None:
+    def __init__(self, run: RunStore, policies: Sequence[RetentionPolicy], *, grace_s: float, wake: Callable[[], None]) -> None:
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()

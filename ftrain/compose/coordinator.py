@@ -19,7 +19,8 @@ from ftrain.compose.ledgers import StoreSink
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
-from recovery.coordinator import Coordinator, CoordinatorSpec
+from recovery.coordinator import Coordinator
+from recovery.spec import CoordinatorSpec
 from recovery.ledger import Ledger, read_all
 from recovery.policy import Limits
 from recovery.state import RunState, fold
@@ -78,9 +79,9 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
     return Coordinator(delegate, spec, open_ledger, limits)
 
 
-def policies(config: Config) -> list[retention.Policy]:
+def policies(config: Config) -> list[retention.RetentionPolicy]:
     """The retention policies of a config."""
-    made: list[retention.Policy] = []
+    made: list[retention.RetentionPolicy] = []
     for policy in config.checkpoint.retention:
         match policy:
             case KeepLast():

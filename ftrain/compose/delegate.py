@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from storage.retention import Policy
+from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
 from ftrain.checkpoint.arena import slot_name
@@ -48,7 +48,9 @@ Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
 class RunDelegate(Delegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
-    def __init__(self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[Policy]) -> None:
+    def __init__(
+        self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[RetentionPolicy]
+    ) -> None:
         self._launch, self._config, self._run = launch, config, run
         self._url, self._local = config.run.url, str(folder)
         self._policies = policies
@@ -82,9 +84,10 @@ class RunDelegate(Delegate):
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
         """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there."""
         self._links = links
-        valid = [info for info in self._run.checkpoints() if info.state == "valid"]
-        self._committed = max((info.step for info in valid), default=None)
-        self._settled = {(info.attempt, info.step) for info in valid}
+        infos = self._run.checkpoints()
+        newest = self._run.open() if any(info.state in ("valid", "damaged") for info in infos) else None
+        self._committed = newest.step if newest else None
+        self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner = this_process()
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
         self._committer = Committer(self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake)
@@ -101,7 +104,11 @@ class RunDelegate(Delegate):
         )
         taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
         changed = [events.ConfigChanged(t=started.t, changes=tuple(self._launch.changes))] if self._is_first() else []
-        return [started, taken, *changed]
+        passed = [
+            events.CheckpointPassedOver(t=started.t, step=step, reason=reason)
+            for step, reason in (newest.passed_over if newest else [])
+        ]
+        return [started, taken, *changed, *passed]
 
     def _is_first(self) -> bool:
         """Whether this is the first coordinator of this launch that has changes to record."""

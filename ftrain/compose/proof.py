@@ -5,8 +5,7 @@ from __future__ import annotations
 from storage.run import RunStore
 
 from ftrain.compose.paths import absolute_url
-from storage.box import Box
-from storage.digest import digest_box
+from storage.errors import Damaged
 from storage.objects import open_store
 
 
@@ -17,10 +16,9 @@ def stored_digests(url: str, step: int | None = None) -> tuple[int, dict[str, st
     store = open_store(absolute_url(url))
     try:
         checkpoint = RunStore(store).open(step)
-        digests = {}
-        for spec in checkpoint.manifest.arrays:
-            values = checkpoint.read(spec.name)
-            digests[spec.name] = f"{digest_box(values, spec.shape, Box.whole(spec.shape)):016x}"
-        return checkpoint.step, digests
+        report = checkpoint.verify()
+        if not report.ok:
+            raise Damaged(f"step {checkpoint.step} of {url}: {report.problems[0].reason}")
+        return checkpoint.step, {name: f"{digest:016x}" for name, digest in sorted(report.digests.items())}
     finally:
         store.close()

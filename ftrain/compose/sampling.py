@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from storage.run import Checkpoint, RunStore
+import itertools
+from typing import TYPE_CHECKING
 
 from ftrain.compose.paths import absolute_url
 from ftrain.config import Config
+from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
 from storage.objects import open_store
+from storage.run import RunStore
+
+if TYPE_CHECKING:
+    import torch
 
 
 def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -19,17 +25,25 @@ def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, 
     try:
         checkpoint = RunStore(store).open(step)
         config = config_of(checkpoint)
-        weights = {
-            spec.name.removeprefix("weights/"): checkpoint.read(spec.name)
-            for spec in checkpoint.manifest.arrays
-            if spec.name.startswith("weights/")
-        }
+        weights = stored_weights(checkpoint)
     finally:
         store.close()
     tokenizer = load_tokenizer(config.data.tokenizer)
-    start = tokenizer.encode(prompt)
-    out = generate(config.model, weights, start, tokens=tokens, temperature=temperature, seed=seed)
-    return tokenizer.decode(out)
+    start = [int(token) for token in tokenizer.encode(prompt)]
+    stream = generate(weights, start, model=config.model, window=config.data.seq_len, temperature=temperature, seed=seed)
+    return tokenizer.decode([*start, *itertools.islice(stream, tokens)])
+
+
+def stored_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The whole weights by parameter name; nothing else of the checkpoint is read."""
+    import torch
+
+    found = {}
+    for spec in checkpoint.manifest.arrays:
+        if spec.name.startswith("weights/"):
+            values = torch.from_numpy(checkpoint.read(spec.name).view(f"i{spec.itemsize}"))
+            found[spec.name.removeprefix("weights/")] = values.view(getattr(torch, spec.dtype))
+    return found
 
 
 def config_of(checkpoint: Checkpoint) -> Config:

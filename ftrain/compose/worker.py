@@ -131,7 +131,7 @@ def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> No
         return
     timeout = timedelta(seconds=timeout_s)
     listener = context.listener_fd
-    store = dist.TCPStore(
+    server = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs do not list it
         "127.0.0.1",
         port,
         world,
@@ -140,7 +140,7 @@ def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> No
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    store = dist.PrefixStore(f"attempt-{context.attempt}", store)
+    store = dist.PrefixStore(f"attempt-{context.attempt}", server)  # type: ignore[attr-defined]  # as above
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=world, timeout=timeout)
 
 

@@ -14,7 +14,7 @@ import torch
 def numeric_environment(device: torch.device, compute_dtype: torch.dtype) -> dict[str, str]:
     """What decides the bits of a step besides the state, the data and the layout."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
