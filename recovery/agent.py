@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from recovery import paths
-from recovery.agent_record import lock, write_record
+from recovery.agent_record import lock_soon, write_record
 from recovery.clues import Clues
 from recovery.codes import ExitCode
 from recovery.crew import Crew, Surroundings
@@ -140,7 +140,7 @@ class Agent:
 
     def _end_everything(self) -> None:
         if self.crew is not None:
-            self.crew.signal(signal.SIGKILL, "the agent leaves")
+            self.crew.stop(signal.SIGKILL, "the agent leaves")
             self.loop.wait_for(lambda: self.crew is None or self.crew.all_ended, LEAVE_LIMIT_S)
         self._zygote.stop()
         self._keeper.stop()
@@ -254,7 +254,7 @@ class Agent:
         log.warning("coordinator lost, lease %.1f s", self.spec.lease_s)
         self._port = None
         self._linked = False
-        self._connect()
+        self.loop.after(RECONNECT_S, self._connect)
 
     def report(self, message: Lasting) -> None:
         """Tell the coordinator, now or as soon as there is one; it is kept until acknowledged."""
@@ -352,6 +352,7 @@ class Agent:
             report=self.report,
             to_zygote=self._to_zygote,
             to_keeper=self._to_keeper,
+            kill_zygote=self._zygote.renew,
         )
         self.crew = Crew(around, start)
         if not start.rendezvous:
@@ -365,17 +366,17 @@ class Agent:
         if crew is None or crew.all_ended:
             return
         if grace_s <= 0:
-            crew.signal(signal.SIGKILL, reason)
+            crew.stop(signal.SIGKILL, reason)
             return
-        crew.signal(signal.SIGTERM, reason)
-        self.loop.after(grace_s, lambda: crew.signal(signal.SIGKILL, reason))
+        crew.stop(signal.SIGTERM, reason)
+        self.loop.after(grace_s, lambda: crew.stop(signal.SIGKILL, reason))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the agent of this node."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=AgentSpec)
-    held = lock(Path(spec.local_dir))
+    held = lock_soon(Path(spec.local_dir))
     if held is None:
         log.error("another agent already serves %s", spec.local_dir)
         return ExitCode.HELD

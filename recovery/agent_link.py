@@ -89,10 +89,10 @@ class AgentLink:
         self._loop.remove(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        if self._port is not None:
-            self._port.poll()
-            self._port.close()
-            self._port = None
+        port, self._port = self._port, None
+        if port is not None:
+            port.poll()  # its last words
+            port.close()
         status = self._process.wait() if self._process is not None else None
         self._process = None
         self._on_death(self.pid, status, self._ours)

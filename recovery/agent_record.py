@@ -18,6 +18,7 @@ from recovery.launch import boot_id, is_alive, start_time
 from recovery.spec import AgentSpec
 
 RECORD_LIMIT_S = 5.0
+LOCK_LIMIT_S = 1.0
 
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,14 @@ def lock(folder: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def lock_soon(folder: Path) -> int | None:
+    """The lock, waiting a moment for a predecessor that is just being torn down."""
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while (held := lock(folder)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return held
 
 
 def write_record(spec: AgentSpec) -> None:

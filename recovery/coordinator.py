@@ -121,6 +121,8 @@ class Coordinator:
         finally:
             reception.close()
             self.delegate.close()
+            if self.desk.journal is not None:
+                self.desk.journal.close()
 
     def _begin(self) -> None:
         living = living_agent(self.spec.local_dir)
@@ -273,17 +275,16 @@ class Coordinator:
 
     def _left_well(self) -> Ending | Trouble:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""
-        finished = self.delegate.finished()
-        if not finished and not self.desk.control.stop:
+        limit_s = self.spec.stop_s if self.desk.control.stop else self.spec.drain_s
+        self._until(lambda: self.delegate.drained() or self.desk.hurry, limit_s)
+        drained, finished = self.delegate.drained(), self.delegate.finished()
+        if drained and not finished and not self.desk.control.stop:
             return Trouble()
         self._end_attempt()
-        limit_s = self.spec.drain_s if finished else self.spec.stop_s
-        if not self._until(lambda: self.delegate.drained() or self.desk.hurry, limit_s) or not self.delegate.drained():
+        if not drained:
             reason = f"the last state is not in storage after {limit_s:g} s of waiting"
             return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)
-        if finished:
-            return Ending(code=ExitCode.DONE, outcome="finished")
-        return self._stopped()
+        return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
 
     def _stop_overdue(self) -> Ending:
         """They were asked to stop and do not."""

@@ -44,6 +44,7 @@ from recovery.messages import (
 from recovery.wire import Frame, channel, close_all, socket_pair
 
 HELLO_LIMIT_S = 60.0
+FORK_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Surroundings:
     to_zygote: Callable[[Fork, tuple[int, ...]], bool]
     to_keeper: Callable[[int, int, bytes], None]
     """(rank, attempt, payload)"""
+    kill_zygote: Callable[[], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class Crew:
         self.order: list[int] = []
         """Ranks in the order of their deaths."""
         self.oom = OomWatch()
+        self._stopped: tuple[int, str] | None = None  # the last signal to all, also for those who are not there yet
         self.began = time.monotonic()
         paths.log_dir(around.local_dir, start.attempt).mkdir(parents=True, exist_ok=True)
 
@@ -159,6 +162,8 @@ class Crew:
         worker = self.workers[answer.rank]
         if worker.pid == 0 and not worker.ended:
             worker.pid = answer.pid
+            if self._stopped is not None:
+                self._signal(worker, *self._stopped)
             self._around.loop.after(HELLO_LIMIT_S, lambda: self._check_hello(worker))
 
     def fork_failed(self, answer: ForkFailed) -> None:
@@ -228,6 +233,17 @@ class Crew:
             kind="worker", rank=rank, attempt=self.attempt, pid=worker.pid, status=status, t=worker.t, ours=worker.ours
         )
         self._around.report(ended)
+
+    def stop(self, number: int, reason: str) -> None:
+        """End every worker by a signal: those alive now, and those the zygote has yet to fork."""
+        self._stopped = (number, reason)
+        self.signal(number, reason)
+        self._around.loop.after(FORK_LIMIT_S, self._check_forked)
+
+    def _check_forked(self) -> None:
+        """A zygote that still has not forked what is to be ended (a hanging import?) is ended itself."""
+        if any(worker.pid == 0 and not worker.ended for worker in self.workers.values()):
+            self._around.kill_zygote()
 
     def signal(self, number: int, reason: str) -> None:
         """Signal every living worker."""

@@ -112,7 +112,7 @@ class Delegate(ABC):
 
     @abstractmethod
     def finished(self) -> bool:
-        """Whether the run has reached its end (asked when all workers have exited with 0)."""
+        """Whether the run has reached its end (asked when all workers have left with 0 and nothing is on its way any more)."""
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """Workers of `attempt`, started by an earlier coordinator with this memo, are alive and keep stepping."""

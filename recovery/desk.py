@@ -44,7 +44,7 @@ IMPATIENT_S = 1.0
 class Desk:
     """Facts and their recording. `journal` is set once the run is ours."""
 
-    journal: Journal
+    journal: Journal = None  # type: ignore[assignment]  # set before anything can arrive
 
     def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float) -> None:
         """Nothing is known yet."""

@@ -103,10 +103,10 @@ class Helper:
         if process is None:
             return
         process.returncode = status
-        if self._port is not None:
-            self._port.poll()
-            self._port.close()
-            self._port = None
+        port, self._port = self._port, None
+        if port is not None:
+            port.poll()
+            port.close()
         self._deaths += 1
         self._tell.report(Exited(kind=self.kind, pid=process.pid, status=status, t=time.time(), ours=self._stopping))
         self._failures = 0 if time.monotonic() - self._began > HEALTHY_S else self._failures + 1
@@ -130,8 +130,12 @@ class Helper:
             self._port.close()
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now, for good."""
         self._stopping = True
+        self.renew()
+
+    def renew(self) -> None:
+        """End it now; a successor follows unless it was stopped."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)

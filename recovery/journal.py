@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from recovery.events import Event
+from recovery.events import CheckpointCommitted, Event, Ready
 from recovery.state import RunState, apply
 
 log = logging.getLogger(__name__)
+
+COPIED_AT = (CheckpointCommitted, Ready)
+"""After these the ledger's copy in storage is brought up to date: it is never older than the newest checkpoint there."""
 
 
 class EventWriter(Protocol):
@@ -22,6 +25,12 @@ class EventWriter(Protocol):
 
     def append(self, event: Event) -> None:
         """Record the event; a decision is durable on return."""
+
+    def rotate(self) -> None:
+        """Close what was written so far, so that it can be copied to storage."""
+
+    def close(self) -> bool:
+        """Close, and wait a bounded time for the copy to storage."""
 
 
 class Journal:
@@ -37,7 +46,8 @@ class Journal:
     def append(self, event: Event) -> None:
         """Record one event."""
         self._unwritten.append(event)
-        self.write()
+        if self.write() and isinstance(event, COPIED_AT):
+            self._ledger.rotate()
         self.state = apply(self.state, event)
         if self._on_event is not None:
             self._on_event(event)
@@ -46,6 +56,11 @@ class Journal:
         """Record several."""
         for event in events:
             self.append(event)
+
+    def close(self) -> None:
+        """The last act of a run."""
+        if self.write():
+            self._ledger.close()
 
     def write(self) -> bool:
         """Write what is not written yet; whether nothing is left."""

@@ -147,7 +147,7 @@ def check_fits(nbytes: int, free: Room) -> None:
     if nbytes and nbytes + HEADROOM > free.free_bytes:
         raise MemoryLimitError(
             f"arenas larger than the memory limit: {show(nbytes)} are needed, {show(free.free_bytes)} of "
-            f"{show(free.limit_bytes)} are free under {free.source}; use fewer checkpoint.slots, more ranks or nodes, or raise the limit"
+            f"{show(free.limit_bytes)} are free under {free.source}; use fewer checkpoint.slots, more nodes, or raise the limit"
         )
 
 

@@ -100,6 +100,8 @@ def test_dead_helper_takes_nobody_along_and_gets_a_successor(tmp_path, kind):
     with toy_run(tmp_path, steps=ENDLESS, keeper=True) as run:
         run.start()
         workers = run.worker_pids()
+        memfds = '{"arena-0":4096,"arena-1":4096}'
+        run.wait_diary(f"keeper memfds {memfds}")
         old = run.helper_pid(kind)
         os.kill(old, signal.SIGKILL)
         died = run.wait_event(ProcessDied)
@@ -110,7 +112,6 @@ def test_dead_helper_takes_nobody_along_and_gets_a_successor(tmp_path, kind):
         assert len(run.events(AttemptStarted)) == 1
         if kind == "keeper":
             run.wait_diary("keeper started restarted=True")
-            memfds = '{"arena-0":4096,"arena-1":4096}'
             wait_until(lambda: run.diary().count(f"keeper memfds {memfds}") >= 2, "memory areas for the new keeper")
 
 
@@ -341,7 +342,8 @@ def test_a_hundred_restarts_in_a_row_leave_no_descriptor_zombie_or_orphan(tmp_pa
 
 
 def test_supervisor_side_imports_neither_torch_nor_numpy():
-    modules = "recovery.coordinator, recovery.agent, recovery.zygote, recovery.worker, recovery.launch, recovery.client, recovery.report"
-    code = f"import sys, {modules}; print(sorted({{'torch', 'numpy', 'zarr', 'fsspec', 'storage'}} & set(sys.modules)))"
+    names = ("coordinator", "agent", "zygote", "worker", "launch", "client", "report")
+    imports = ", ".join(f"recovery.{name}" for name in names)
+    code = f"import sys, {imports}; print(sorted({{'torch', 'numpy', 'zarr', 'fsspec', 'storage'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
     assert done.stdout.decode().strip() == "[]"

@@ -128,13 +128,14 @@ class ToyRun:
     def helper_pid(self, kind: str) -> int:
         """The keeper or the zygote, once it runs."""
 
+        words = {"zygote": "recovery.zygote", "keeper": "keeper"}[kind]
+
         def find() -> int:
+            workers = set(self.worker_pids().values())  # a worker is a fork of the zygote and looks like it
             for child in psutil.Process(self.agent_pid()).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    words = child.cmdline()
-                    if (kind == "zygote" and "recovery.zygote" in words) or (kind == "keeper" and "keeper" in words):
-                        if child.pid not in self.status()["workers"] and child.pid not in self.worker_pids().values():
-                            return child.pid
+                    if child.pid not in workers and words in child.cmdline():
+                        return child.pid
             return 0
 
         return wait_until(find, kind)
