@@ -62,11 +62,13 @@ def _who() -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+    for place in (folder, *folder.parents):  # the folder itself may be what could not be made
+        try:
+            found = os.statvfs(place)
+        except OSError:
+            continue
+        return found.f_bavail * found.f_frsize
+    return None
 
 
 def _mib(size: int) -> str:
