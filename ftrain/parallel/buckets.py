@@ -8,7 +8,8 @@ multiples of `row_unit` rows. A replica's share is then a list of whole row bloc
 - Arrays under 4 MiB of fp32 (by their logical size) are never cut: they lie whole in one region.
 - A matrix that crosses a cut starts at a multiple of its own `row_unit` rows, and regions are multiples of all of them:
   position and cut are then both on the matrix's row grid.
-- `row_unit` is a power of two, the largest for which alignment costs at most 1 % of the bucket, else the cheapest.
+- `row_unit` is a power of two: the largest for which alignment costs at most 1 % of the bucket, or up to 8 rows for at most
+  4 %, because rows are tiles and tiny tiles make too many chunks; if neither can be had, the cheapest.
 - A bucket holds whole blocks (a layer, the embedding, the head) and never spans stages. A tied embedding whose ends lie on
   two stages gets its own bucket, so that both ends cut it alike.
 
@@ -30,6 +31,7 @@ ALIGN = 32  # elements; parameters start on cache lines in bf16 and fp32
 ROW_UNITS = (64, 32, 16, 8, 4, 2, 1)
 MAX_TILE = 2**20  # elements of a row block: 4 MiB of fp32
 CHEAP_PADDING = 0.01
+MAX_PADDING, WANTED_ROWS = 0.04, 8  # what tiles of up to 8 rows may cost: smaller ones make too many chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> in
         distinct.setdefault(tuple(box.shape for _, box in held), held)
     legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in group if may_be_cut(spec))]
     costs = {unit: max(_padding(held, mesh.shards, unit) for held in distinct.values()) for unit in legal}
-    cheap = [unit for unit, cost in costs.items() if cost <= CHEAP_PADDING]
+    cheap = [unit for unit, cost in costs.items() if cost <= (MAX_PADDING if unit <= WANTED_ROWS else CHEAP_PADDING)]
     return max(cheap) if cheap else min(legal, key=lambda unit: (costs[unit], -unit))
 
 

@@ -35,15 +35,19 @@ class Mesh:
             _check_world(shape, rank)
             assert dist.group.WORLD is not None
             self._groups[tuple(range(shape.world))] = dist.group.WORLD
-            for axes in _GROUPS:
-                self._make_groups(axes, timeout)
+            self._make_groups(timeout)
 
-    def _make_groups(self, axes: tuple[Axis, ...], timeout: timedelta | None) -> None:
-        for members in sorted({self.shape.group(rank, axes) for rank in range(self.shape.world)}):
-            if 1 < len(members) < self.shape.world:
-                group = dist.new_group(list(members), timeout=timeout)
-                if self.rank in members:
-                    self._groups[members] = group
+    def _make_groups(self, timeout: timedelta | None) -> None:
+        """The same groups in the same order on every rank, each once."""
+        shape, made = self.shape, {tuple(range(self.shape.world))}
+        for axes in _GROUPS:
+            firsts = [rank for rank in range(shape.world) if not any(shape.coordinate(rank).on(axis) for axis in axes)]
+            for members in (shape.group(rank, axes) for rank in firsts):
+                if len(members) > 1 and members not in made:
+                    made.add(members)
+                    group = dist.new_group(list(members), timeout=timeout)
+                    if self.rank in members:
+                        self._groups[members] = group
 
     def group(self, axes: tuple[Axis, ...] = AXES) -> dist.ProcessGroup | None:
         """The group of this rank over `axes`; None if it is alone."""

@@ -72,6 +72,8 @@ class Engine:
     ) -> None:
         """`before_update` is called when the state is about to change: a copy of it must be finished on return.
         `progress` is told the phase and micro-batch, for the heartbeat."""
+        if mesh.shape.world != mesh.shape.dp:
+            raise ValueError(f"mesh {mesh.shape}: this engine trains with data parallelism only for now")
         self.config, self.mesh, self.device, self.dataset = config, mesh, torch.device(device), dataset
         self.before_update, self.progress = before_update, progress
         self.step = 0

@@ -1,5 +1,8 @@
 """Rank arithmetic against brute force."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,3 +98,12 @@ def test_llama3_gives_the_ends_one_layer_fewer():
     assert [len(part) for part in partition_layers(5, 2, (4, 1))] == [4, 1]
     with pytest.raises(ValueError, match="add up to 5"):
         partition_layers(5, 2, (3, 1))
+
+
+def test_planning_needs_no_torch():
+    """The supervisor's `--dry-run` and the planner ask these modules; none of them may pay for torch."""
+    modules = ("shape", "partition", "layout", "buckets")
+    code = (
+        "import sys; " + "; ".join(f"import ftrain.parallel.{name}" for name in modules) + "; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -56,7 +56,7 @@ def _assert_no_grad(parameter):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 7, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 6))])
 def test_replicas_are_the_reference_in_fp64(ranks):
     config = tiny(ranks=ranks, batch={"global_batch": 16})
     results, arrays, loss = run_sharded(config, STEPS)
