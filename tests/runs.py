@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from ftrain.compose.ledgers import LedgerTail
+from recovery.client import NotRunningError, ask
 from recovery.events import Event, RunEnded, steps_of
 
 TEMPLATE = """
@@ -128,21 +129,26 @@ class TinyRun:
         self.wait_for(lambda events: any(record.step >= step for event in events for record in steps_of(event)))
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """The live processes of this run, by kind. Workers and zygote are told apart by their parent."""
-        found: dict[str, list[psutil.Process]] = {}
-        for process in psutil.process_iter(["cmdline", "pid"]):
+        """The live processes of this run, by kind."""
+        found: dict[str, list[psutil.Process]] = {kind: [] for kind in (*MARKS, "zygote", "worker")}
+        for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             kind = next((kind for kind, mark in MARKS.items() if mark in words), None)
-            if kind and (str(self.local) in " ".join(words) or kind == "zygote"):
-                found.setdefault(kind, []).append(process)
-        agents = found.get("agent", [])
-        pids = {agent.pid for agent in agents}
-        forks = found.pop("zygote", [])
-        own = [process for process in forks if _parent(process) in pids]
-        zygote_pid = next((child.pid for agent in agents for child in agent.children() if _is_zygote(child, self)), None)
-        found["zygote"] = [process for process in own if process.pid == zygote_pid]
-        found["worker"] = [process for process in own if process.pid != zygote_pid]
+            if kind and str(self.local) in " ".join(words):
+                found[kind].append(process)
+        forks = [child for agent in found["agent"] for child in _children(agent) if "recovery.zygote" in child.cmdline()]
+        workers = self.worker_pids()
+        found["worker"] = [process for process in forks if process.pid in workers]
+        found["zygote"] = [process for process in forks if process.pid not in workers]
         return found
+
+    def worker_pids(self) -> set[int]:
+        """What the live coordinator says; empty if there is none."""
+        try:
+            workers = ask(self.local, "status")["workers"]
+        except NotRunningError:
+            return set()
+        return {worker["pid"] for worker in workers.values()}
 
 
 FTRAIN = [sys.executable, "-P", "-m", "ftrain.cli.entry"]
@@ -150,24 +156,14 @@ MARKS = {
     "coordinator": "ftrain.compose.coordinator",
     "agent": "recovery.agent",
     "keeper": "ftrain.compose.keeper",
-    "zygote": "recovery.zygote",
 }
 
 
-def _parent(process: psutil.Process) -> int:
+def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return int(process.ppid())
+        return list(process.children())
     except psutil.NoSuchProcess:
-        return -1
-
-
-def _is_zygote(process: psutil.Process, run: TinyRun) -> bool:
-    """The zygote was started by exec, so it leads no session of its own workers: it is the oldest of the forks."""
-    try:
-        siblings = [p for p in process.parent().children() if "recovery.zygote" in p.cmdline()]  # type: ignore[union-attr]
-        return bool(siblings) and process.pid == min(siblings, key=lambda p: p.create_time()).pid
-    except psutil.NoSuchProcess:
-        return False
+        return []
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, str]:
@@ -191,7 +187,7 @@ def kill_tree(run: TinyRun, parent: subprocess.Popen[str]) -> None:
     victims = [parent.pid, *(p.pid for group in run.processes().values() for p in group)]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    parent.wait()
+    parent.communicate()
 
 
 @contextmanager
