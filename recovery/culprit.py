@@ -1,0 +1,160 @@
+"""Which rank failed first: told by the deciding line, by exit statuses, or by who did *not* time out.
+
+The rank that complains first is rarely the one that failed: in a hung collective the healthy ranks time out and the guilty one
+says nothing. So a time-out is read the other way round (who never arrived, who is behind), and for everything else the speaker
+of the deciding line comes first, then the one rank whose end was nobody else's doing. None is an answer: when all ranks end
+alike in the same second, nobody was first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from recovery.evidence import Evidence
+from recovery.reading import Line, Reader
+
+How = Literal["speaker", "timeout", "outside"]  # what was struck: a rank, a collective, or the machine under the ranks
+_TERM = (-15, 143)
+_TEARDOWN = frozenset({-15, 143, -9, 137})
+_IN_TEXT = (
+    re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]: ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
+    re.compile(r"\brank(\d+)\["),
+    re.compile(r"\bTP(\d+)\b"),
+    re.compile(r"-- Process (\d+) terminated with the following error"),
+)
+_NCCL_DEVICE = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")
+_GPU = re.compile(r"\bGPU(?: ID)? (\d+)\b|\bcuda:(\d+)\b|\blocalRank (\d+)\b")
+_ELASTIC = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+) \(pid: (\d+)\)")
+_ROOT = re.compile(r"Root Cause \(first observed failure\)")
+_ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_PID = re.compile(r"\bpid[=: ]+'?(\d+)|process (\d+) \(")
+_SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+)|last completed(?: NCCL)? work: (\d+)|work sequence id: (\d+)")
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout|detected by watchdog|Timeout at NCCL work|Timed out waiting"
+)
+
+
+def ranks_of(case: Evidence) -> list[int]:
+    """The ranks that have an exit status, in order."""
+    return sorted(int(rank) for rank in case.exit if rank.isdigit())
+
+
+def speaker(line: Line) -> int | None:
+    """The rank a line names, in its prefix or in its text."""
+    if line.rank is not None:
+        return line.rank
+    for pattern in _IN_TEXT:
+        if match := pattern.search(line.text):
+            return _number(match)
+    return None
+
+
+def device(line: Line) -> int | None:
+    """The GPU of the node that a line names: a rank only where there is one node."""
+    for pattern in (_NCCL_DEVICE, _GPU):
+        if match := pattern.search(line.text):
+            return _number(match)
+    return None
+
+
+def odd_one_out(case: Evidence) -> int | None:
+    """The one rank whose end was its own doing: an error among ranks that were stopped, a signal among errors."""
+    own = {int(r): s for r, s in case.exit.items() if r.isdigit() and s not in (0, None) and r not in case.ours}
+    failed = [rank for rank, status in own.items() if status not in _TEARDOWN]
+    if len(failed) == 1:
+        return failed[0]
+    errors = [rank for rank in failed if own[rank] not in (-6, 134)]
+    if len(errors) == 1:  # the others aborted: that is what a watchdog does to the healthy
+        return errors[0]
+    statuses = Counter(own.values())
+    if not failed and len(own) > 1 and len(statuses) == 2:
+        rare, count = statuses.most_common()[-1]
+        return next(rank for rank, status in own.items() if status == rare) if count == 1 else None
+    return next(iter(own)) if len(own) == 1 and len(ranks_of(case)) == 1 else None
+
+
+def first_failing(case: Evidence, reader: Reader, deciding: Line | None, related: Sequence[Line], *, how: How) -> int | None:
+    """The rank that failed first, None if that cannot be told."""
+    if how == "timeout":
+        return absent_or_behind(case, reader)
+    if how == "outside":
+        return _only(case, _TERM) if _only(case, _TERM) is not None else _only(case, (None,))
+    known = ranks_of(case)
+    for candidate in _candidates(case, reader, deciding, related):
+        if candidate is not None and (not known or candidate in known):
+            return candidate
+    return None
+
+
+def _candidates(case: Evidence, reader: Reader, deciding: Line | None, related: Sequence[Line]) -> Iterable[int | None]:
+    if deciding is not None and deciding.where == "log":
+        yield speaker(deciding)
+    if deciding is not None:
+        yield _by_pid(deciding, reader)
+    yield from (speaker(line) for line in related if line.where == "log")
+    yield odd_one_out(case)
+    if deciding is not None:
+        yield device(deciding)
+    yield from (device(line) for line in related)
+    yield root_cause(reader)
+    known = ranks_of(case)
+    yield known[0] if len(known) == 1 else None
+
+
+def _only(case: Evidence, statuses: Sequence[int | None]) -> int | None:
+    """The one rank that ended like this, if there is one."""
+    struck = [int(rank) for rank, status in case.exit.items() if rank.isdigit() and status in statuses]
+    return struck[0] if len(struck) == 1 and len(case.exit) > 1 else None
+
+
+def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
+    """In a hung collective: the one rank that never reported, else the one whose sequence number is lowest."""
+    seen: dict[int, int] = {}
+    for line in reader.lines["log"]:
+        rank = speaker(line)
+        if rank is None or not _TIMED_OUT.search(line.text):
+            continue
+        numbers = [int(n) for match in _SEQUENCE.finditer(line.text) for n in match.groups() if n]
+        seen[rank] = min([*numbers, seen.get(rank, 1 << 62)])
+    absent = [rank for rank in ranks_of(case) if rank not in seen]
+    if len(seen) > 1 and len(absent) == 1:
+        return absent[0]
+    lowest = Counter(seen.values())
+    if len(seen) > 2 and not absent and lowest[min(seen.values())] == 1 and len(lowest) > 1:
+        return min(seen, key=lambda rank: seen[rank])
+    own = odd_one_out(case)
+    return own if own is not None and len(seen) <= 1 else None
+
+
+def root_cause(reader: Reader) -> int | None:
+    """The rank that torch's elastic agent saw fail first: a hint, by its own clock."""
+    inside = False
+    for line in reader.lines["log"]:
+        inside = inside or bool(_ROOT.search(line.text))
+        if inside and (match := _ROOT_RANK.match(line.text)):
+            return int(match[1])
+    for line in reader.lines["log"]:
+        if match := _ELASTIC.search(line.text):
+            return int(match[1])
+    return None
+
+
+def _by_pid(deciding: Line, reader: Reader) -> int | None:
+    """The rank of the process that the kernel names."""
+    match = _PID.search(deciding.text)
+    if match is None:
+        return None
+    pid = str(_number(match))
+    for line in reader.lines["log"]:
+        if (found := _ELASTIC.search(line.text)) and found[2] == pid:
+            return int(found[1])
+        if deciding is not line and f"PID {pid}" in line.text and (rank := speaker(line)) is not None:
+            return rank
+    return None
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(next(group for group in match.groups() if group is not None))

@@ -1,0 +1,181 @@
+"""From lines to what they are worth: who speaks, which lines are events, which are only text that looks like one.
+
+Most lines of a dying run's log are not evidence: advice printed beside an error, the source code shown in a traceback, a
+dataset preview that happens to speak of killing, a warning that was handled, settings. A classifier that looks for words falls
+for all of them. So every line is first given its speaker (the rank it came from) and, if it cannot be evidence, the reason why;
+only then are signatures compared with what is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+
+from recovery.events import Where
+from recovery.evidence import Evidence
+from recovery.templates import Reading, Table, compiled
+
+MAX_LINE = 4000  # characters looked at: longer lines are dumps, and expressions must stay fast
+CONTEXT_LINES = 8
+_CODE_FRAME = re.compile(r'^\s+File "|^\s*\^+\s*$|^\s*~*\^+~*\s*$')
+_CPP_FRAME = re.compile(r"^frame #\d+:|^\s*#\d+ 0x|^Thread 0x|^\s+<no Python frame>|^Current thread 0x")
+_LEVEL = re.compile(r"\b(INFO|DEBUG|TRACE|WARNING|WARN)\b|^\[?([IWEF])\d{4} |^\[([IWEF])\d{3,4} |^\[([IWEF]) \w")
+_TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of evidence. `noise` says why it cannot decide anything; `context` is what stood before it."""
+
+    where: Where
+    index: int
+    raw: str
+    text: str
+    rank: int | None = None
+    speaker: str = ""
+    noise: str = ""
+    exception: bool = False
+    context: str = ""
+    level: str = ""
+    t: float | None = None
+
+
+@dataclass
+class Reader:
+    """All lines of an interruption, read once."""
+
+    lines: dict[str, list[Line]]
+    progress: list[int] = field(default_factory=list)  # log indices of finished steps
+    finished: bool = False
+
+    @cached_property
+    def started(self) -> bool:
+        """Whether a step was finished before the end."""
+        return len(self.progress) > 0
+
+    def progress_after(self, index: int) -> int:
+        """How many finished steps were printed after a log line."""
+        return sum(at > index for at in self.progress)
+
+    @cached_property
+    def last_t(self) -> float | None:
+        """The last time of day printed in the log."""
+        times = [line.t for line in self.lines["log"] if line.t is not None]
+        return max(times) if times else None
+
+
+def read(case: Evidence, table: Table) -> Reader:
+    """The lines of `case`, each with its speaker and, where it is no evidence, the reason."""
+    lines = {
+        "log": [_split(index, raw, table.reading) for index, raw in enumerate(case.log)],
+        "kernel": [Line("kernel", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.kernel)],
+        "scheduler": [Line("scheduler", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.scheduler)],
+    }
+    reader = Reader(lines)
+    _mark_tracebacks(lines["log"])
+    _mark_previews(lines["log"], table.reading)
+    for line in lines["log"]:
+        if line.noise:
+            continue
+        if _is_progress(line.text, table.reading):
+            reader.progress.append(line.index)
+        if compiled(table.reading.finished).search(line.text):
+            reader.finished = True
+        line.noise = _noise(line, table)
+    for line in (*lines["kernel"], *lines["scheduler"]):
+        line.noise = next((noise.why for noise in table.noise if noise.matches(line.text)), "")
+    return reader
+
+
+def _split(index: int, raw: str, reading: Reading) -> Line:
+    """The line without the prefixes that launchers put before it, and the rank they name."""
+    text = raw[:MAX_LINE]
+    rank: int | None = None
+    prefixes = [compiled(pattern) for pattern in reading.prefixes]
+    found = True
+    while found:
+        found = False
+        for prefix in prefixes:
+            if match := prefix.match(text):
+                named = match.groupdict().get("rank")
+                rank = int(named) if named is not None else rank
+                text = text[match.end() :]
+                found = True
+    line = Line("log", index, raw, text, rank, speaker=raw[: len(raw[:MAX_LINE]) - len(text)])
+    if match := _LEVEL.search(text[:160]):
+        line.level = next(group for group in match.groups() if group)[0]
+    if match := _TIME.search(raw[:200]):
+        line.t = _seconds(match)
+    return line
+
+
+def _seconds(match: re.Match[str]) -> float | None:
+    try:
+        return datetime(*map(int, match.groups())).timestamp()  # type: ignore[arg-type]  # six numbers
+    except ValueError:
+        return None
+
+
+def _mark_tracebacks(lines: Sequence[Line]) -> None:
+    """Source code shown in a traceback is no event; the line that ends it is the exception, with the frames as its context."""
+    frames: dict[str, list[str]] = {}  # speaker -> frames of the traceback being printed
+    recent: dict[str, list[str]] = {}
+    code_follows: set[str] = set()
+    for line in lines:
+        key, text = line.speaker, line.text
+        if "Traceback (most recent call last)" in text:
+            frames[key] = []
+            line.noise = "begins a traceback"
+        elif key in frames and (text[:1].isspace() or not text):
+            frames[key].append(text)
+            line.noise = "code shown in a traceback"
+        elif key in frames:
+            line.exception = True
+            line.context = "\n".join((*recent.get(key, []), *frames.pop(key)))
+        elif _CODE_FRAME.match(text):
+            line.noise = "code shown in a traceback"
+            code_follows.add(key)
+        elif key in code_follows and text[:1].isspace():
+            line.noise = "code shown in a traceback"
+        elif _CPP_FRAME.match(text):
+            line.noise = "stack frame"
+        if not line.noise:
+            code_follows.discard(key)
+            line.context = line.context or "\n".join(recent.get(key, []))
+            recent.setdefault(key, []).append(text)
+            del recent[key][:-CONTEXT_LINES]
+
+
+def _mark_previews(lines: Iterable[Line], reading: Reading) -> None:
+    """A block that a data preview opens ends at the first line that a logger wrote."""
+    inside = False
+    for line in lines:
+        if compiled(reading.preview_block).match(line.text):
+            inside = True
+            line.noise = "data preview"
+        elif inside and (line.level or line.t is not None or line.rank is not None or line.noise):
+            inside = False
+        elif inside:
+            line.noise = "data preview"
+        if not line.noise and any(compiled(pattern).search(line.text) for pattern in reading.preview):
+            line.noise = "data preview"
+
+
+def _noise(line: Line, table: Table) -> str:
+    reading = table.reading
+    for noise in table.noise:
+        if noise.matches(line.text):
+            return noise.why
+    looks_set = any(compiled(pattern).search(line.text) for pattern in reading.config)
+    if looks_set and not line.exception and not compiled(reading.config_not).search(line.text):
+        return "a setting, not an event"
+    return ""
+
+
+def _is_progress(text: str, reading: Reading) -> bool:
+    if any(compiled(pattern).search(text) for pattern in reading.not_progress):
+        return False
+    return any(compiled(pattern).search(text) for pattern in reading.progress)
