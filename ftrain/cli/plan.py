@@ -329,3 +329,31 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 
     setup = resolve(asked)
     show(asked, planner.sweep(setup) if sweep else planner.answer(setup, top=top))
+
+
+@plan.command()
+@common
+@click.option("--days", type=click.FloatRange(0, min_open=True), default=54.0, help="Length of the run.", show_default=True)
+@click.option("--seed", type=int, default=0, help="Of the drawn failures.")
+@click.option("--failures", default="llama3", help="Table of causes: a name that ships, or a .toml file.", show_default=True)
+@click.option("--rate", type=float, default=0.0, help="Interruptions per 1,000 node-days; 0: the table's.")
+@click.option("--trace", default="", metavar="FILE", help="Replay a trace or a ledger instead.")
+@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Times and counts; the answer lists them.")
+@click.option(
+    "--lengths", default="", metavar="LENGTH:COUNT,...", help="Compare static and dynamic CP on this histogram instead."
+)
+def simulate(asked: Asked, lengths: str, **given: Any) -> None:
+    """A run over days with failures, by the supervisor's own policy: effective time, and what limits it.
+
+    \b
+    Example:
+      ftrain plan simulate configs/llama3-405b.toml --hardware h100 --assume restart_s=600 --assume stall_s=5
+    """
+    from ftrain.plan import dynamic_cp, simulation
+
+    setup = resolve(asked)
+    if lengths:
+        show(asked, dynamic_cp.answer(setup, lengths))
+        return
+    question = simulation.Question(table=given.pop("failures"), **given)
+    show(asked, simulation.answer(setup, question))

@@ -39,6 +39,8 @@ class FailureTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gpus_per_node: int
     days: float
     planned: int
+    manual: int = 0
+    """Of all interruptions, those that needed a person."""
     causes: tuple[Cause, ...]
 
     @property

@@ -1,0 +1,244 @@
+"""A run over days with failures, second by second but without stepping: what the supervisor's own decisions make of it.
+
+What to do about a failure is asked of `recovery.policy.decide`, and which checkpoints still exist of `storage.retention`: the
+code that will run, not a model of it. Everything else is arithmetic between two failures, so ten thousand node-years take
+seconds. Every second of the wall clock lands in exactly one bucket.
+
+What is assumed, and can be changed: a failure that leaves the host alive leaves its memory tier readable (from the same
+machine or from others); one that takes the host away costs the way back to the last commit in storage. A machine that is
+excluded comes back after its repair; meanwhile a spare takes its place, or the run goes on with fewer replicas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil, floor
+from random import Random
+from typing import TYPE_CHECKING
+
+from ftrain.plan.failure_source import Failure
+
+if TYPE_CHECKING:
+    from recovery.policy import Decision, History, Limits
+    from storage.retention import RetentionPolicy
+
+HOST_LOST = frozenset({"node_failure", "host_maintenance", "host_oom", "preemption"})
+"""Classes after which a host's memory cannot be read any more."""
+
+BUCKETS = ("productive", "repeated", "saving", "detection", "waiting", "restarting", "loading", "slowed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How the run works and how long things take; seconds unless said otherwise."""
+
+    step_s: float
+    snapshot_steps: int
+    """0: no memory tier."""
+    every_steps: int
+    stall_s: float
+    upload_s: float
+    nodes: int
+    nodes_per_replica: int = 1
+    detect_s: float = 1.0
+    hang_s: float = 120.0
+    """Until a rank that makes no progress is given up."""
+    restart_s: float = 60.0
+    """Processes and communicators, up to loading."""
+    load_memory_s: float = 5.0
+    load_storage_s: float = 120.0
+    spares: int = 0
+    repair_s: float = 86400.0
+    human_s: float = 1800.0
+    """Until a person has looked."""
+    corruption_s: float = 3600.0
+    """Until silent corruption is noticed, at most."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a run. The buckets add up to `wall_s`."""
+
+    wall_s: float = 0.0
+    step: int = 0
+    buckets: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
+    count: Counter[str] = field(default_factory=Counter)
+    lost: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds lost, by cause: detection to the step at which it failed."""
+    restores: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """For each cause, the policy's words at its first occurrence."""
+
+    @property
+    def effective(self) -> float:
+        """Share of the time that ended up in the final history, at full speed."""
+        return self.buckets["productive"] / self.wall_s if self.wall_s else 0.0
+
+
+class Simulation:
+    """One run under construction."""
+
+    def __init__(
+        self, rules: Rules, *, limits: Limits, actions: dict[str, str], retention: tuple[RetentionPolicy, ...]
+    ) -> None:
+        from recovery.policy import History
+
+        self._rules = rules
+        self._limits = limits
+        self._actions = actions
+        self._retention = retention
+        self._history: History = History()
+        self._out = Outcome()
+        self._random = Random(rules.seed)
+        self._now = 0.0
+        self._phases: list[tuple[str, float]] = []
+        self._returns: list[float] = []
+        self._restored = 0
+        self._commit = 0
+        saving_s = rules.every_steps * rules.step_s
+        behind = max(1, ceil(rules.upload_s / saving_s)) if saving_s else 1
+        self._every = rules.every_steps * behind  # one upload at a time: a slow store skips saves
+
+    def run(self, failures: Iterable[Failure], *, seconds: float) -> Outcome:
+        """Let the run go through `failures` until `seconds`."""
+        for failure in failures:
+            if failure.t >= seconds:
+                break
+            self._advance(failure.t)
+            self._fail(failure)
+        self._advance(seconds)
+        self._out.wall_s = seconds
+        return self._out
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _spend(self, bucket: str, seconds: float) -> None:
+        self._out.buckets[bucket] += seconds
+        self._now += seconds
+
+    def _advance(self, until: float) -> None:
+        """Recover if there is something to recover from, then train, at a speed that changes when machines come back."""
+        while self._phases and self._now < until:
+            bucket, left = self._phases.pop(0)
+            spent = min(left, until - self._now)
+            self._spend(bucket, spent)
+            if spent < left:
+                self._phases.insert(0, (bucket, left - spent))
+        while self._now < until and not self._phases:
+            before = self._speed()
+            self._train(min([until, *self._returns]))
+            self._returns = [t for t in self._returns if t > self._now]
+            if self._speed() > before:  # a machine came back: a planned resize, at a step boundary
+                self._phases = [("restarting", self._rules.restart_s), ("loading", self._rules.load_memory_s)]
+                self._advance(until)
+
+    def _speed(self) -> float:
+        rules = self._rules
+        machines = rules.nodes + rules.spares - len(self._returns)
+        replicas = rules.nodes // rules.nodes_per_replica
+        return min(replicas, machines // rules.nodes_per_replica) / replicas
+
+    def _train(self, until: float) -> None:
+        """Whole steps until a moment; what is left of a step that did not end is lost."""
+        rules, speed = self._rules, self._speed()
+        if speed <= 0:
+            self._spend("waiting", until - self._now)
+            return
+        step_s, available = rules.step_s / speed, until - self._now
+        steps, saves = self._steps_in(available, step_s)
+        self._out.step += steps
+        self._spend("productive", steps * rules.step_s)
+        self._spend("slowed", steps * (step_s - rules.step_s))
+        self._spend("saving", saves * rules.stall_s)
+        self._spend("repeated", until - self._now)
+
+    def _steps_in(self, available: float, step_s: float) -> tuple[int, int]:
+        """(steps, saves) that fit into a time; a save follows every multiple of the interval."""
+        k = self._rules.snapshot_steps or self._rules.every_steps
+        if not k:
+            return floor(available / step_s), 0
+        first = k - self._out.step % k
+        if available < first * step_s:
+            return floor(available / step_s), 0
+        cycle = k * step_s + self._rules.stall_s
+        rounds, rest = divmod(available - first * step_s, cycle)
+        done = max(0.0, rest - self._rules.stall_s)
+        return first + int(rounds) * k + min(k - 1, floor(done / step_s)), 1 + int(rounds)
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, failure: Failure) -> None:
+        decision = self._decide(failure)
+        self._out.count[failure.name] += 1
+        self._out.reasons.setdefault(failure.name, f"{decision.action}: {decision.reason}")
+        source, restored = self._restore_point(failure, decision)
+        rules, lost = self._rules, self._out.step - restored
+        self._out.buckets["productive"] -= lost * rules.step_s
+        self._out.buckets["repeated"] += lost * rules.step_s
+        self._out.step = self._restored = restored
+        self._out.restores[source] += 1
+        hang = failure.class_ in ("collective_timeout", "network_timeout")
+        person = rules.human_s if failure.needs_human or decision.action == "stop_for_human" else 0.0
+        self._phases = [
+            ("detection", rules.hang_s if hang else rules.detect_s),
+            ("waiting", decision.wait_s + person),
+            ("restarting", rules.restart_s),
+            ("loading", rules.load_memory_s if source == "memory" else rules.load_storage_s),
+        ]
+        self._out.lost[failure.name] += lost * rules.step_s + sum(seconds for _, seconds in self._phases)
+        if decision.action == "restart_exclude_node":
+            self._returns.append(self._now + rules.repair_s)
+
+    def _decide(self, failure: Failure) -> Decision:
+        """Ask the supervisor's own policy."""
+        from recovery.events import Verdict
+        from recovery.policy import History, PastInterruption, decide
+
+        best = max(self._history.best_step, self._out.step)
+        past = tuple(p for p in self._history.interruptions if p.best_step >= best)
+        history = History(interruptions=past, best_step=best)
+        action = self._actions.get(failure.class_, "restart")
+        verdict = Verdict(
+            class_=failure.class_,
+            component=failure.component,
+            action=action,  # type: ignore[arg-type]  # the table's actions are checked when it is loaded
+            reason=failure.name,
+            node=failure.node,
+        )
+        decision = decide(verdict, history, self._limits)
+        new = PastInterruption(class_=failure.class_, action=decision.action, best_step=best, node=failure.node, t=self._now)
+        self._history = History(interruptions=(*past, new), best_step=best)
+        return decision
+
+    def _restore_point(self, failure: Failure, decision: Decision) -> tuple[str, int]:
+        """From where and from which step the run goes on."""
+        rules, step = self._rules, self._out.step
+        if decision.action == "roll_back":
+            onset = self._random.random() * rules.corruption_s
+            self._commit = self._kept_before(max(0, step - floor(onset / rules.step_s)))
+            return "storage", self._commit
+        if rules.snapshot_steps and failure.class_ not in HOST_LOST:
+            return "memory", max(self._restored, step // rules.snapshot_steps * rules.snapshot_steps)
+        return "storage", self._committed(step)
+
+    def _committed(self, step: int) -> int:
+        """The newest multiple of the storage interval whose upload had ended when `step` was reached."""
+        if self._every:
+            uploaded = (step - floor(self._rules.upload_s / self._rules.step_s)) // self._every * self._every
+            self._commit = max(self._commit, uploaded)
+        return self._commit
+
+    def _kept_before(self, step: int) -> int:
+        """The newest checkpoint at or before `step` that retention still keeps."""
+        from storage.retention import CheckpointFacts, kept_steps
+
+        every, newest = self._every, self._committed(self._out.step)
+        if not every:
+            return 0
+        steps = range(newest, max(-1, newest - 400 * every), -every)
+        facts = [CheckpointFacts(s, self._now - (newest - s) * self._rules.step_s, None) for s in steps if s > 0]
+        kept = kept_steps(self._retention, facts, now_s=self._now)
+        return max((s for s in kept if s <= step), default=0)

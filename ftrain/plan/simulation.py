@@ -1,0 +1,221 @@
+"""`ftrain plan simulate`: the run over days, with failures that happened to somebody, and what limits the time that counts.
+
+The estimate by formula stands beside the simulation; they agree within a few per cent wherever the formula holds, which is
+the check of both. The comparison at the end asks the same failures again under other intervals and without the memory tier.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from ftrain.plan import checkpoint, failure_source, failure_table, interval
+from ftrain.plan import time as clock
+from ftrain.plan.failure_source import Failure
+from ftrain.plan.figure import Answer, Section, Table, Value, duration, number, percent, said, seconds, why
+from ftrain.plan.setup import Setup, layout
+from ftrain.plan.simulate import BUCKETS, Outcome, Rules, Simulation
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is simulated."""
+
+    days: float = 54.0
+    seed: int = 0
+    table: str = "llama3"
+    rate: float = 0.0
+    """Unplanned interruptions per 1,000 node-days; 0: the table's own."""
+    trace: str = ""
+    """A trace or a ledger to replay instead of drawing from the table."""
+    assume: tuple[str, ...] = ()
+    """`name=value` for fields of `Rules`."""
+
+
+def rules(setup: Setup, question: Question) -> Rules:
+    """What follows from the config and the hardware, then what the question assumes."""
+    config, profile = setup.config, setup.profile
+    replica = setup.mesh.world // setup.mesh.dp
+    given = _assumed(question.assume)
+    step_s = given.pop("step_s", 0.0) or clock.step(setup).total
+    base = Rules(
+        step_s=step_s,
+        snapshot_steps=config.checkpoint.snapshot_steps,
+        every_steps=config.checkpoint.every_steps,
+        stall_s=checkpoint.stall_s(setup, checkpoint.Costs()),
+        upload_s=60.0,
+        nodes=checkpoint.nodes(setup),
+        nodes_per_replica=max(1, replica // profile.server.gpus),
+        hang_s=config.recovery.hang_s,
+        seed=question.seed,
+    )
+    kinds = {f.name: f.type for f in fields(Rules)}
+    return replace(base, **{name: int(value) if kinds[name] == "int" else value for name, value in given.items()})
+
+
+def _assumed(pairs: Sequence[str]) -> dict[str, float]:
+    names = {f.name for f in fields(Rules)}
+    found: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if name not in names:
+            raise ValueError(f"--assume {pair}: there is no {name!r}; there are {', '.join(sorted(names))}")
+        try:
+            found[name] = float(value)
+        except ValueError as error:
+            raise ValueError(f"--assume {pair}: wanted {name}=NUMBER") from error
+    return found
+
+
+def failures(setup: Setup, question: Question) -> list[Failure]:
+    """The failures of the question, in time order."""
+    if question.trace:
+        return failure_source.read(question.trace)
+    table = failure_table.load(question.table)
+    rate = question.rate or table.per_1000_node_days
+    nodes = checkpoint.nodes(setup)
+    return list(failure_source.drawn(table, rate=rate, nodes=nodes, seconds=question.days * DAY, seed=question.seed))
+
+
+def default_actions() -> dict[str, str]:
+    """What the classifier's own table does about each class at a first occurrence."""
+    import recovery
+
+    path = Path(recovery.__file__).parent / "signatures.toml"
+    classes = tomllib.loads(path.read_text(encoding="utf-8"))["classes"]
+    return {name: str(entry["action"]) for name, entry in classes.items()}
+
+
+def play(setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float) -> Outcome:
+    """Run the simulation with the config's own limits and retention."""
+    from recovery.policy import Limits
+    from storage import retention
+
+    asked = setup.config.recovery
+    limits = Limits(max_restarts=asked.max_restarts, backoff_s=asked.backoff_s, backoff_max_s=asked.backoff_max_s)
+    makers = {"KeepLast": retention.KeepLast, "KeepEvery": retention.KeepEvery}
+    policies = [
+        makers[name](*(getattr(policy, f) for f in policy.__struct_fields__))
+        for policy in setup.config.checkpoint.retention
+        if (name := type(policy).__name__) in makers
+    ]
+    return Simulation(how, limits=limits, actions=default_actions(), retention=tuple(policies)).run(
+        happened, seconds=days * DAY
+    )
+
+
+def answer(setup: Setup, question: Question) -> Answer:
+    """The whole answer."""
+    how, happened = rules(setup, question), failures(setup, question)
+    outcome = play(setup, how, happened, days=question.days)
+    if question.trace:
+        source = question.trace
+    else:
+        table = failure_table.load(question.table)
+        source = f"{table.title}, at {question.rate or table.per_1000_node_days:.3g} per 1,000 node-days"
+    sections = [
+        _result(setup, how, outcome, source),
+        _causes(outcome),
+        _comparison(setup, how, happened, question.days),
+        _assumptions(how),
+    ]
+    return Answer(
+        command="simulate",
+        title=f"{question.days:g} days of {layout(setup.mesh)} on {setup.profile.title}",
+        sections=tuple(sections),
+    )
+
+
+def _result(setup: Setup, how: Rules, outcome: Outcome, source: str) -> Section:
+    buckets, wall = outcome.buckets, outcome.wall_s
+    count = sum(outcome.count.values())
+    down = sum(buckets[name] for name in ("detection", "waiting", "restarting", "loading"))
+    estimate = _estimate(how, outcome, down)
+    rows = tuple((name, seconds(buckets[name]), f"{100 * buckets[name] / wall:.2f} %") for name in BUCKETS)
+    costs = {name: buckets[name] for name in BUCKETS if name != "productive"}
+    worst = max(costs, key=lambda name: costs[name])
+    return Section(
+        title="The run",
+        figures=(
+            percent("effective", "effective time", value=outcome.effective, digits=2,
+                    why=why("steps of the final history x step, at full speed / wall time", "ftrain.plan.simulate")),
+            percent("estimate", "the same by formula", value=estimate, digits=2,
+                    why=why(interval.ESTIMATOR, "arXiv 2410.21680; its restart time is the simulated mean")),
+            number("failures", "failures", value=count, why=why("drawn or replayed", source)),
+            duration("down_per_failure", "down per failure", value=down / count if count else 0.0,
+                     why=why("(detection + waiting + restarting + loading) / failures", "ftrain.plan.simulate")),
+            number("steps", "steps of the final history", value=outcome.step, why=why("counted", "ftrain.plan.simulate")),
+            number("tokens", "tokens of the final history", value=outcome.step * setup.tokens_per_update,
+                   why=why("steps x tokens per update", "ftrain.plan.simulate")),
+            said("limit", "what limits it", text=f"{worst}: {100 * costs[worst] / wall:.2f} % of the time",
+                 why=why("largest bucket that is not productive", "ftrain.plan.simulate")),
+        ),
+        tables=(Table(key="buckets", title="Every second, once", columns=("bucket", "time", "share"),
+                      rows=(*rows, ("total", seconds(sum(buckets.values())), "100.00 %")), source="ftrain.plan.simulate"),),
+    )  # fmt: skip
+
+
+def _estimate(how: Rules, outcome: Outcome, down: float) -> float:
+    count, every = sum(outcome.count.values()), how.snapshot_steps or how.every_steps
+    if not count or not every:
+        return 1.0 / (1.0 + how.stall_s / (every * how.step_s)) if every else 1.0
+    mtbf = outcome.wall_s / count
+    return interval.effective(every * how.step_s, stall_s=how.stall_s, restart_s=down / count, mtbf_s=mtbf)
+
+
+def _causes(outcome: Outcome) -> Section:
+    total = sum(outcome.lost.values()) or 1.0
+    order = sorted(outcome.count, key=lambda name: -outcome.lost[name])
+    rows = tuple(
+        (
+            name,
+            outcome.count[name],
+            seconds(outcome.lost[name]),
+            f"{100 * outcome.lost[name] / total:.1f} %",
+            outcome.reasons[name],
+        )
+        for name in order
+    )
+    restores = ", ".join(f"{count} from {source}" for source, count in sorted(outcome.restores.items()))
+    table = Table(
+        key="by_cause",
+        title="What each cause cost, and what the policy did at its first occurrence",
+        columns=("cause", "count", "lost", "share", "decision"),
+        rows=rows,
+        formulas={"lost": "repeated steps + detection + waiting + restart + load"},
+        source="recovery.policy.decide",
+    )
+    return Section(title="Causes", tables=(table,), notes=(f"restored: {restores or 'nothing'}",))
+
+
+def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], days: float) -> Section:
+    """The same failures under other intervals, and without the memory tier."""
+    k, every = how.snapshot_steps or how.every_steps or 1, how.every_steps or 1
+    variants = [(f"memory every {n} steps", replace(how, snapshot_steps=n)) for n in sorted({max(1, k // 4), k, 4 * k, 16 * k})]
+    variants += [
+        (f"storage only, every {n} steps", replace(how, snapshot_steps=0, every_steps=n))
+        for n in sorted({max(1, every // 4), every, 4 * every})
+    ]
+    rows: list[tuple[Value, ...]] = []
+    for name, rule in variants:
+        outcome = play(setup, rule, happened, days=days)
+        shares = (f"{100 * outcome.buckets[bucket] / outcome.wall_s:.2f} %" for bucket in ("saving", "repeated"))
+        rows.append((name, f"{100 * outcome.effective:.2f} %", *shares))
+    table = Table(
+        key="variants",
+        title="The same failures again",
+        columns=("saving", "effective", "saving costs", "repeating costs"),
+        rows=tuple(rows),
+        source="ftrain.plan.simulate",
+    )
+    return Section(title="Comparison", tables=(table,))
+
+
+def _assumptions(how: Rules) -> Section:
+    rows = tuple((f.name, f"{getattr(how, f.name):g}") for f in fields(how))
+    table = Table(key="assumptions", title="Change them with --assume NAME=VALUE", columns=("name", "value"), rows=rows)
+    return Section(title="Assumptions", tables=(table,))
