@@ -105,13 +105,15 @@ def answer(setup: Setup, text: str) -> Answer:
     section = Section(
         title=f"A group of {group.members}",
         figures=(
-            number("valid_tokens", "valid tokens, the same for both", value=valid, why=why("sum of length x count", "histogram")),
+            number("valid_tokens", "valid tokens, the same for both", value=valid,
+                   why=why("sum of length x count", "histogram")),
             number("speedup", "static over dynamic time", value=one / two, unit="x", digits=3,
                    why=why("time of all sequences, one layout over the other", SOURCE)),
             percent("saved", "time saved by dynamic sizes", value=1 - two / one, why=why("1 - dynamic / static", SOURCE)),
         ),
         tables=(Table(key="members", title="Members that a sequence gets", columns=("length", "count", "static", "dynamic"),
-                      rows=rows, formulas={"dynamic": "smallest power of two with length <= members x seq_len / cp"}, source=SOURCE),),
+                      rows=rows, source=SOURCE,
+                      formulas={"dynamic": "smallest power of two with length <= members x seq_len / cp"}),),
     )  # fmt: skip
     return Answer(
         command="simulate", title="Static against dynamic context parallelism, at equal valid tokens", sections=(section,)

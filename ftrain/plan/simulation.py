@@ -10,7 +10,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+from ftrain.config import KeepEvery, KeepLast
 from ftrain.plan import checkpoint, failure_source, failure_table, interval
 from ftrain.plan import time as clock
 from ftrain.plan.failure_source import Failure
@@ -54,7 +56,8 @@ def rules(setup: Setup, question: Question) -> Rules:
         seed=question.seed,
     )
     kinds = {f.name: f.type for f in fields(Rules)}
-    return replace(base, **{name: int(value) if kinds[name] == "int" else value for name, value in given.items()})
+    changed: dict[str, Any] = {name: int(value) if kinds[name] == "int" else value for name, value in given.items()}
+    return replace(base, **changed)
 
 
 def _assumed(pairs: Sequence[str]) -> dict[str, float]:
@@ -97,12 +100,12 @@ def play(setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float) 
 
     asked = setup.config.recovery
     limits = Limits(max_restarts=asked.max_restarts, backoff_s=asked.backoff_s, backoff_max_s=asked.backoff_max_s)
-    makers = {"KeepLast": retention.KeepLast, "KeepEvery": retention.KeepEvery}
-    policies = [
-        makers[name](*(getattr(policy, f) for f in policy.__struct_fields__))
-        for policy in setup.config.checkpoint.retention
-        if (name := type(policy).__name__) in makers
-    ]
+    policies: list[retention.RetentionPolicy] = []
+    for policy in setup.config.checkpoint.retention:  # keeping the best is left out: a simulated run has no losses
+        if isinstance(policy, KeepLast):
+            policies.append(retention.KeepLast(policy.n))
+        elif isinstance(policy, KeepEvery):
+            policies.append(retention.KeepEvery(policy.steps))
     return Simulation(how, limits=limits, actions=default_actions(), retention=tuple(policies)).run(
         happened, seconds=days * DAY
     )
