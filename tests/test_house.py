@@ -82,7 +82,7 @@ def test_suppressions_are_few(package: str) -> None:
 
 
 def test_nothing_is_left_unfinished() -> None:
-    words = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    words = re.compile(r"\b(TODO|FIXME|XXX|raise NotImplementedError)\b")
     found = [f"{name(path)}: {match.group()}" for path in SOURCES for match in words.finditer(path.read_text())]
     assert not found
 

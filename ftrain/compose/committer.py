@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from storage.retention import RetentionPolicy
-from storage.run import RunStore
-
 from ftrain.checkpoint.messages import PackStored, Settled
 from recovery.events import CheckpointCommitted, CheckpointFailed, Event
 from storage.merge import merge
+from storage.retention import RetentionPolicy
+from storage.run import RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-from storage.run import RunStore
 
 from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
@@ -20,13 +19,14 @@ from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
-from recovery.spec import CoordinatorSpec
 from recovery.ledger import Ledger, read_all
 from recovery.policy import Limits
+from recovery.spec import CoordinatorSpec
 from recovery.state import RunState, fold
 from storage import retention
 from storage.errors import StorageError
 from storage.objects import ObjectStore, open_store
+from storage.run import RunStore
 
 WORKER_MODULE = "ftrain.compose.worker"
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from storage.retention import RetentionPolicy
-from storage.run import RunStore
 
 from ftrain.checkpoint.arena import slot_name
 from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
@@ -41,6 +39,8 @@ from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
 from recovery.events import Event
 from recovery.owner import this_process
+from storage.retention import RetentionPolicy
+from storage.run import RunStore
 
 Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
 

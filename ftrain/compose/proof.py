@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from storage.run import RunStore
-
 from ftrain.compose.paths import absolute_url
 from storage.errors import Damaged
 from storage.objects import open_store
+from storage.run import RunStore
 
 
 def stored_digests(url: str, step: int | None = None) -> tuple[int, dict[str, str]]:

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from storage.run import RunStore
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
@@ -33,6 +32,7 @@ from ftrain.train.loop import Loop, Progress
 from ftrain.train.step import Engine
 from recovery.worker import WorkerContext
 from storage.objects import open_store
+from storage.run import RunStore
 
 
 class Asked:
@@ -57,55 +57,55 @@ def main(context: WorkerContext) -> None:
     args = msgspec.convert(context.args, WorkerArgs)
     config = msgspec.convert(args.config, Config)
     torch.set_num_threads(config.machine.threads)
-    world = config.parallel.ranks
     context.heartbeat.beat("rendezvous")
-    _join(context, args.port, world, config.recovery.collective_s)
-    device = torch.device("cpu")
-    faults = Faults(config.faults, Path(args.local_dir) / "faults", rank=context.rank)
-    slots = {name: ArenaSlot(context.fds[name], populate=name in args.own_slots) for name in context.fds}
-
+    _join(context, args.port, config.parallel.ranks, config.recovery.collective_s)
     context.heartbeat.beat("build")
-    mesh = Mesh(mesh_shape(config), context.rank)
-    dataset = Dataset(config, root=cache_root())
+    slots = {name: ArenaSlot(fd, populate=name in args.own_slots) for name, fd in context.fds.items()}
     engine = Engine(
         config,
-        mesh=mesh,
-        device=device,
-        dataset=dataset,
+        mesh=Mesh(mesh_shape(config), context.rank),
+        device=torch.device("cpu"),
+        dataset=Dataset(config, root=cache_root()),
         progress=lambda phase, microbatch: context.heartbeat.beat(phase, microbatch=microbatch),
     )
     context.heartbeat.beat("restore")
-    restored = _restore(engine, args, slots, rank=context.rank, world=world)
-    constant = {
+    restored = _restore(engine, args, slots, rank=context.rank, world=config.parallel.ranks)
+    constant = _constant(config, args, engine)
+    _warn(restored, constant)
+    loop = _loop(context, args, config, engine, slots)
+    loop.saver.forget_after(restored.step)
+    context.send(encode(_ready(context.rank, restored)))
+    loop.reached("restore", restored.step)
+    final = loop.run(Progress.from_record(restored.progress, constant))
+    if context.rank == 0:
+        context.send(encode(final))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any]:
+    """What every checkpoint of this attempt remembers of its circumstances."""
+    assert isinstance(engine.dataset, Dataset)
+    return {
         "config": args.config,
         "fingerprint": fingerprint(config),
         "layout": args.layout,
-        "numeric_environment": numeric_environment(device, engine.compute_dtype),
-        "data": dataset.identity,
+        "numeric_environment": numeric_environment(engine.device, engine.compute_dtype),
+        "data": engine.dataset.identity,
     }
-    progress = Progress.from_record(restored.progress, constant)
-    _warn(restored, constant)
+
+
+def _loop(context: WorkerContext, args: WorkerArgs, config: Config, engine: Engine, slots: dict[str, ArenaSlot]) -> Loop:
+    faults = Faults(config.faults, Path(args.local_dir) / "faults", rank=context.rank)
     saver = Saver(
         [(name, slots[name]) for name in args.own_slots],
-        rank_layout(config, mesh.coordinate),
-        identity=(context.epoch, context.attempt, context.rank, world),
+        rank_layout(config, engine.mesh.coordinate),
+        identity=(context.epoch, context.attempt, context.rank, config.parallel.ranks),
         announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
         reached=faults.reached,
     )
-    saver.forget_after(restored.step)
-    context.send(
-        encode(
-            Ready(
-                rank=context.rank,
-                step=restored.step,
-                source=restored.source,
-                passed_over=list(restored.passed_over),
-                proof=restored.proof,
-            )
-        )
-    )
-    faults.reached("restore", restored.step)
-    loop = Loop(
+    return Loop(
         config=config,
         engine=engine,
         saver=saver,
@@ -117,12 +117,16 @@ def main(context: WorkerContext) -> None:
         saves_handled=context.control.save,
         stored_step=args.stored_step,
     )
-    final = loop.run(progress)
-    if context.rank == 0:
-        context.send(encode(final))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+
+
+def _ready(rank: int, restored: Restored) -> Ready:
+    return Ready(
+        rank=rank,
+        step=restored.step,
+        source=restored.source,
+        passed_over=list(restored.passed_over),
+        proof=restored.proof,
+    )
 
 
 def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> None:
