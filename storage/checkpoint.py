@@ -88,9 +88,12 @@ class Checkpoint:
         """
         return load(self.store, self.manifest, wants, prefix=self.prefix)
 
-    def verify(self, *, sample: float = 1.0, progress: Progress | None = None) -> VerifyReport:
-        """Read a share of the packs (1.0: all, and recompute the digests) and report everything that is wrong."""
-        report = verify(self.store, self.manifest, prefix=self.prefix, sample=sample, progress=progress)
+    def verify(self, *, sample: float = 1.0, seed: int = 0, progress: Progress | None = None) -> VerifyReport:
+        """Read a share of the packs (1.0: all, and recompute the digests) and report everything that is wrong.
+
+        Another `seed` takes another sample.
+        """
+        report = verify(self.store, self.manifest, prefix=self.prefix, sample=sample, seed=seed, progress=progress)
         if self.commit is None:
             return report
         return report.with_problems(view_problems(self.store, self.manifest, prefix=self.prefix))

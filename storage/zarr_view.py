@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
 import msgspec
 import numpy as np
 
@@ -29,13 +30,16 @@ from storage.record import decode_json
 if TYPE_CHECKING:
     import zarr
 
-__all__ = ["MAX_GROUP_CHUNKS", "open_zarr", "reference_files", "reference_json", "register_bfloat16"]
+__all__ = ["MAX_GROUP_CHUNKS", "is_reference_of", "open_zarr", "reference_files", "reference_json", "register_bfloat16"]
 
 MAX_GROUP_CHUNKS = 100_000
 """Above this number of chunks there is one reference file per array, and no group file."""
 
 BFLOAT16_NAN = 0x7FC0
 BFLOAT16_CODEC = "ftrain.bfloat16"
+
+CHECKSUM = ',"crc32c":"00000000"}'
+"""What a reference file ends in, with the digits of its checksum."""
 
 Refs = dict[str, str | list[str | int]]
 
@@ -127,7 +131,20 @@ def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Refs:
 
 
 def _reference(refs: Refs, base_url: str) -> bytes:
-    return msgspec.json.encode({"version": 1, "templates": {"u": base_url.rstrip("/")}, "refs": refs})
+    """The file, with its own checksum as last field: that of all bytes before it. fsspec ignores fields it does not know."""
+    body = msgspec.json.encode({"version": 1, "templates": {"u": base_url.rstrip("/")}, "refs": refs})[:-1]
+    return b'%b,"crc32c":"%08x"}' % (body, google_crc32c.value(body))
+
+
+def is_reference_of(data: bytes, wanted: bytes, *, key: str) -> bool:
+    """Whether a reference file is `wanted` (which was made with an empty base URL), wherever it says the packs are."""
+    base_url = decode_json(data, _Templates, key=key).templates.get("u", "")
+    body = wanted[: -len(CHECKSUM)].replace(b'"u":""', b'"u":%b' % msgspec.json.encode(base_url), 1)
+    return data == b'%b,"crc32c":"%08x"}' % (body, google_crc32c.value(body))
+
+
+class _Templates(msgspec.Struct, frozen=True):
+    templates: dict[str, str]
 
 
 def _text(content: dict[str, Any]) -> str:

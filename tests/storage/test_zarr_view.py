@@ -1,0 +1,129 @@
+"""Anyone reads it: stock zarr through the reference file, on local files, values and checksums."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage import zarr_view
+from storage.keys import step_folder
+from storage.objects import open_store
+from storage.pack import ArraySpec
+from storage.run import RunStore
+from storage.zarr_view import array_metadata, open_zarr
+from tests.storage.building import SPECS, random_values, save
+
+zarr = pytest.importorskip("zarr")
+
+VALUES = random_values(SPECS, 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run = RunStore(open_store(str(tmp_path / "run")))
+    save(run, VALUES, step=10, epoch=run.take_epoch(owner={}), writers=3)
+    return tmp_path / "run" / step_folder(10)
+
+
+VIEW = "e0000-a0000.zarr.json"
+
+
+def bits(array: object, name: str) -> bytes:
+    return np.asarray(array[...]).tobytes()  # type: ignore[index]
+
+
+def test_stock_zarr_reads_every_array(folder: Path) -> None:
+    group = zarr.open_group(f"reference::{folder / VIEW}", mode="r")
+    for name, spec in SPECS.items():
+        assert bits(group[name], name) == VALUES[name].tobytes()
+        assert group[name].shape == spec.shape
+        assert group[name].chunks == spec.tile
+    assert group["weights/layers.0.wq"].dtype == np.uint16
+    assert dict(group["weights/layers.0.wq"].attrs) == {"dtype": "bfloat16"}
+    assert dict(group["master/layers.0.wq"].attrs) == {"tied": ["head"]}
+    assert dict(group.attrs) == {"format": "ftrain-checkpoint", "step": 10}
+
+
+def test_stock_zarr_lists_groups_and_their_members(folder: Path) -> None:
+    group = zarr.open_group(f"reference::{folder / VIEW}", mode="r")
+    assert sorted(name for name, _ in group.groups()) == ["exp_avg", "master", "weights"]
+    assert sorted(name for name, _ in group["master"].arrays()) == ["layers.0.wq", "norm", "odd"]
+
+
+def test_our_view_shows_weights_as_the_numbers_they_are(folder: Path) -> None:
+    group = open_zarr(str(folder / VIEW))
+    shown = np.asarray(group["weights/layers.0.wq"][3:9, 1:])
+    exact = (VALUES["weights/layers.0.wq"][3:9, 1:].astype(np.uint32) << 16).view(np.float32)
+    assert shown.dtype == np.float32
+    np.testing.assert_array_equal(shown.view(np.uint32), exact.view(np.uint32))
+    assert [name for name, _ in group["weights"].arrays()] == ["layers.0.wq"]
+    assert bits(group["master/norm"], "master/norm") == VALUES["master/norm"].tobytes()
+
+
+def test_a_flipped_byte_makes_stock_zarr_raise(folder: Path) -> None:
+    pack = sorted(folder.glob("*.pack"))[0]
+    data = bytearray(pack.read_bytes())
+    data[0] ^= 1
+    pack.write_bytes(data)
+    group = zarr.open_group(f"reference::{folder / VIEW}", mode="r")
+    with pytest.raises(ValueError, match="checksum do not match"):
+        [bits(group[name], name) for name in SPECS]
+
+
+def test_a_copy_opens_with_the_template_override_although_the_original_is_damaged(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    for pack in folder.glob("*.pack"):
+        pack.write_bytes(b"damaged")
+    options = {"template_overrides": {"u": str(copy)}}
+    stock = zarr.open_group(f"reference::{copy / VIEW}", mode="r", storage_options=options)
+    ours = open_zarr(str(copy / VIEW), storage_options=options)
+    assert bits(stock["master/odd"], "master/odd") == VALUES["master/odd"].tobytes()
+    assert bits(ours["master/odd"], "master/odd") == VALUES["master/odd"].tobytes()
+
+
+def test_very_many_chunks_make_one_file_for_each_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_view, "MAX_GROUP_CHUNKS", 10)
+    run = RunStore(open_store(str(tmp_path / "run")))
+    save(run, VALUES, step=10, epoch=run.take_epoch(owner={}))
+    folder = tmp_path / "run" / step_folder(10)
+    assert not (folder / VIEW).exists()
+    for name in SPECS:
+        array = zarr.open_array(f"reference::{folder / 'e0000-a0000.zarr' / name}.json", mode="r")
+        assert bits(array, name) == VALUES[name].tobytes()
+    assert run.open().verify().ok
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data_type", "fill"),
+    [
+        ("bfloat16", "uint16", 0x7FC0),
+        ("float32", "float32", "NaN"),
+        ("float64", "float64", "NaN"),
+        ("int64", "int64", -(2**63)),
+        ("uint8", "uint8", 255),
+        ("bool", "bool", True),
+    ],
+)
+def test_nothing_missing_passes_for_zeros(dtype: str, data_type: str, fill: object) -> None:
+    metadata = array_metadata(ArraySpec(name="x", shape=(4,), dtype=dtype, tile=(2,)))
+    assert (metadata["data_type"], metadata["fill_value"]) == (data_type, fill)
+
+
+def test_a_missing_chunk_reads_as_nan(folder: Path) -> None:
+    view = folder / VIEW
+    text = view.read_text()
+    assert '"master/norm/c/0"' in text
+    view.write_text(text.replace('"master/norm/c/0"', '"master/norm/c/gone"'))
+    group = zarr.open_group(f"reference::{view}", mode="r")
+    assert np.isnan(np.asarray(group["master/norm"][...])).all()
+
+
+def test_storage_itself_imports_neither_zarr_nor_fsspec_nor_torch() -> None:
+    code = "import storage, sys; print([m for m in ('zarr', 'fsspec', 's3fs', 'torch', 'aiohttp') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
