@@ -17,7 +17,8 @@ from recovery.culprit import first_failing
 from recovery.events import Action, EvidenceLine, Verdict
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader, read
-from recovery.templates import ExitMeaning, Overrides, Signature, Table, compiled, default_table
+from recovery.literals import compiled
+from recovery.templates import ExitMeaning, Overrides, Signature, Table, default_table
 
 SURVIVED = 2  # finished steps after a line that prove that it did not end the run
 STALE_S = 600.0  # a job does not outlive its own cancellation by more than this: what follows is another attempt
@@ -78,7 +79,7 @@ def explain(case: Evidence, table: Table | None = None) -> Explanation:
     table = table if table is not None else default_table()
     reader = read(case, table)
     discarded: list[Discarded] = []
-    matches = [*_matches(reader, table, discarded), *_exit_matches(case, table)]
+    matches = [*_supported([*_matches(reader, table, discarded)]), *_exit_matches(case, table)]
     matches.sort(key=_Match.order)
     verdict = _verdict(case, reader, table, matches)
     considered = tuple(
@@ -103,7 +104,7 @@ def _matches(reader: Reader, table: Table, discarded: list[Discarded]) -> Iterat
         for line in lines:
             found = seen.get((where, line.text))
             if found is None:
-                found = seen[where, line.text] = tuple(s for s in table.by_source[where] if s.matches(line.text))
+                found = seen[where, line.text] = tuple(table.by_source[where].find(line.text))
             for signature in _allowed(found, line):
                 if line.noise:
                     discarded.append(_dropped(line, signature.name, line.noise))
@@ -114,8 +115,15 @@ def _matches(reader: Reader, table: Table, discarded: list[Discarded]) -> Iterat
 def _allowed(found: Sequence[Signature], line: Line) -> Iterator[Signature]:
     """Those whose conditions hold; the plain exception rule only speaks where no other does."""
     fitting = [s for s in found if not s.context or compiled(s.context).search(f"{line.context}\n{line.text}")]
+    fitting = [s for s in fitting if not s.not_from or not compiled(s.not_from).search(_last_frame(line))]
     specific = [s for s in fitting if not s.exception]
     yield from specific or [s for s in fitting if line.exception or line.text[:1].isalpha()]
+
+
+def _last_frame(line: Line) -> str:
+    """Where the traceback that this line closes was raised."""
+    frames = [text for text in line.context.splitlines() if text.lstrip().startswith('File "')]
+    return frames[-1] if line.exception and frames else ""
 
 
 def _weigh(signature: Signature, line: Line, reader: Reader, table: Table) -> _Match:
@@ -128,7 +136,11 @@ def _weigh(signature: Signature, line: Line, reader: Reader, table: Table) -> _M
             why = "training went on after it"
         elif signature.level != "any" and line.level in ("I", "D", "T"):
             why = "said at level INFO"
-        elif compiled(reading.handled).search(line.text) and not compiled(reading.not_handled).search(line.text):
+        elif (
+            not signature.survives
+            and compiled(reading.handled).search(line.text)
+            and not compiled(reading.not_handled).search(line.text)
+        ):
             why = "was handled" if signature.level != "any" else ""
         elif line.t is not None and reader.last_t is not None and reader.last_t - line.t > STALE_S and _ends_a_job(signature):
             why = "belongs to an earlier attempt"
@@ -147,6 +159,16 @@ def _weigh(signature: Signature, line: Line, reader: Reader, table: Table) -> _M
 
 def _ends_a_job(signature: Signature) -> bool:
     return signature.class_ in ("preemption", "time_limit", "user_interrupt", "host_maintenance")
+
+
+def _supported(matches: list[_Match]) -> Iterator[_Match]:
+    """A signature that means nothing by itself counts only beside one of those it needs."""
+    names = {match.signature.name for match in matches if not match.why_less}
+    for match in matches:
+        needs = match.signature.needs if isinstance(match.signature, Signature) else ()
+        if needs and not names.intersection(needs):
+            match.weight, match.why_less = SURVIVED_WEIGHT, "means nothing by itself"
+        yield match
 
 
 def _exit_matches(case: Evidence, table: Table) -> Iterator[_Match]:

@@ -17,7 +17,11 @@ from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
 How = Literal["speaker", "timeout", "outside"]  # what was struck: a rank, a collective, or the machine under the ranks
-_TERM = (-15, 143)
+# Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
+_OUTSIDE = ((-2, 130), (-1, 129), (-15, 143), (None,), (-9, 137))
+_MEMBER = re.compile(
+    r"(?:worker|rank|node|task|pod|member|replica|trainer|container)s?\b[-_ :/\w.]{0,24}?[-_ ](\d{1,5})\b", re.IGNORECASE
+)
 _TEARDOWN = frozenset({-15, 143, -9, 137})
 _IN_TEXT = (
     re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]: ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
@@ -81,7 +85,7 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line | None, related
     if how == "timeout":
         return absent_or_behind(case, reader)
     if how == "outside":
-        return _only(case, _TERM) if _only(case, _TERM) is not None else _only(case, (None,))
+        return taken_away(case, [*([deciding] if deciding else []), *related])
     known = ranks_of(case)
     for candidate in _candidates(case, reader, deciding, related):
         if candidate is not None and (not known or candidate in known):
@@ -102,6 +106,17 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line | None, related: 
     yield root_cause(reader)
     known = ranks_of(case)
     yield known[0] if len(known) == 1 else None
+
+
+def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:
+    """The one rank that ended from outside, else the one that the scheduler's words number (`worker-3`, `task 5`)."""
+    for statuses in _OUTSIDE:
+        if (rank := _only(case, statuses)) is not None:
+            return rank
+    known = ranks_of(case)
+    named = {int(match[1]) for line in lines for match in _MEMBER.finditer(line.text)}
+    named = {rank for rank in named if rank in known}
+    return named.pop() if len(named) == 1 and len(known) > 1 else None
 
 
 def _only(case: Evidence, statuses: Sequence[int | None]) -> int | None:

@@ -16,7 +16,8 @@ from functools import cached_property
 
 from recovery.events import Where
 from recovery.evidence import Evidence
-from recovery.templates import Reading, Table, compiled
+from recovery.literals import compiled
+from recovery.templates import Reading, Table
 
 MAX_LINE = 4000  # characters looked at: longer lines are dumps, and expressions must stay fast
 CONTEXT_LINES = 8
@@ -86,7 +87,7 @@ def read(case: Evidence, table: Table) -> Reader:
             reader.finished = True
         line.noise = _noise(line, table)
     for line in (*lines["kernel"], *lines["scheduler"]):
-        line.noise = next((noise.why for noise in table.noise if noise.matches(line.text)), "")
+        line.noise = next((noise.why for noise in table.noises.find(line.text)), "")
     return reader
 
 
@@ -166,9 +167,8 @@ def _mark_previews(lines: Iterable[Line], reading: Reading) -> None:
 
 def _noise(line: Line, table: Table) -> str:
     reading = table.reading
-    for noise in table.noise:
-        if noise.matches(line.text):
-            return noise.why
+    for noise in table.noises.find(line.text):
+        return noise.why
     looks_set = any(compiled(pattern).search(line.text) for pattern in reading.config)
     if looks_set and not line.exception and not compiled(reading.config_not).search(line.text):
         return "a setting, not an event"

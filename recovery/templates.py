@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from recovery.events import Action
+from recovery.literals import Index
 
 Source = Literal["log", "kernel", "scheduler"]
 
@@ -61,6 +62,8 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     survives: bool = False  # counts although training went on after it
     exception: bool = False  # only the last line of a traceback, or a line that looks like one
     context: str = ""  # must be found in the traceback, the line or the few lines before it
+    needs: tuple[str, ...] = ()  # counts only if one of these was found too
+    not_from: str = ""  # not if the traceback ended here: a launcher's own words only repeat what a worker did
     rank: Literal["speaker", "timeout", "outside"] = (
         "speaker"  # first is who says it, who did not time out, or who was taken away
     )
@@ -69,10 +72,6 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retryable: bool | None = None
     planned: bool | None = None
     at_start: Overrides = Overrides()  # when no step was finished before it
-
-    def matches(self, text: str) -> bool:
-        """Whether the text holds one of the patterns."""
-        return any(compiled(pattern).search(text) for pattern in self.patterns)
 
 
 class ExitMeaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,10 +93,6 @@ class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     why: str
     patterns: tuple[str, ...]
     role: Literal["", "teardown"] = ""
-
-    def matches(self, text: str) -> bool:
-        """Whether the text holds one of the patterns."""
-        return any(compiled(pattern).search(text) for pattern in self.patterns)
 
 
 class Reading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,9 +121,17 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=
     reading: Reading
 
     @cached_property
-    def by_source(self) -> Mapping[str, tuple[Signature, ...]]:
+    def by_source(self) -> Mapping[str, Index[Signature]]:
         """Signatures by where they look."""
-        return {where: tuple(s for s in self.signature if where in s.where) for where in ("log", "kernel", "scheduler")}
+        return {
+            where: Index((s, s.patterns) for s in self.signature if where in s.where)
+            for where in ("log", "kernel", "scheduler")
+        }
+
+    @cached_property
+    def noises(self) -> Index[Noise]:
+        """What is never evidence."""
+        return Index((noise, noise.patterns) for noise in self.noise)
 
     def check(self) -> Table:
         """Itself, or TableError: unknown classes, names used twice, expressions that do not compile, no source given."""
@@ -151,17 +154,11 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=
         return replace(self, signature=tuple(s for s in self.signature if set(s.sources) != {source}))
 
     def _patterns(self) -> Iterable[tuple[str, Iterable[str]]]:
-        yield from ((s.name, (*s.patterns, s.context)) for s in self.signature)
+        yield from ((s.name, (*s.patterns, s.context, s.not_from)) for s in self.signature)
         yield from ((n.why, n.patterns) for n in self.noise)
         for name in self.reading.__struct_fields__:
             value = getattr(self.reading, name)
             yield f"reading.{name}", (value,) if isinstance(value, str) else value
-
-
-@cache
-def compiled(pattern: str) -> re.Pattern[str]:
-    """The compiled expression, compiled once."""
-    return re.compile(pattern)
 
 
 @cache
