@@ -223,8 +223,9 @@ def traffic(asked: Asked, ring: int, size: float) -> None:
 @click.option("--flops", type=float, default=0, help="Operations of the run, instead of 6 N D.")
 @click.option("--achieved", type=float, default=0, metavar="TFLOPS", help="TFLOP/s of a GPU, for the plain arithmetic.")
 @click.option("--effective", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the time that counts.")
+@click.option("--replicas", type=int, default=0, help="Check a number of replicas somebody multiplied by.")
 @click.option("--against", multiple=True, metavar="A.B=V", help="Predict the step under these overrides beside it.")
-def time(asked: Asked, tokens: float, flops: float, achieved: float, effective: float, against: tuple[str, ...]) -> None:
+def time(asked: Asked, against: tuple[str, ...], achieved: float, **given: Any) -> None:
     """Operations, tokens per update, days, MFU with its peak and convention.
 
     \b
@@ -238,7 +239,7 @@ def time(asked: Asked, tokens: float, flops: float, achieved: float, effective: 
 
     setup = resolve(asked)
     other = replace(setup, config=load(asked.config, (*asked.overrides, *against))) if against else None
-    work = planner.Work(tokens=tokens, flops=flops, achieved_tflops=achieved, effective=effective)
+    work = planner.Work(achieved_tflops=achieved, **given)
     show(asked, planner.answer(setup, work, other=other))
 
 

@@ -58,8 +58,21 @@ def _where(setup: Setup, rank: int) -> Section:
                  why=why(f"mixed radix, innermost first: {order}", "ftrain.parallel.shape")),
             said("seat", "seat", text=", ".join(f"{name} {index}" for name, index in seat.items()),
                  why=why("rank // GPUs of the unit, ranks filling servers in order", DOC_B)),
+            said("replica_span", "its replica", text=_span(setup, rank),
+                 why=why("units that the ranks with the same dp index touch; contiguous in this rank order", DOC_B)),
         ),
     )  # fmt: skip
+
+
+def _span(setup: Setup, rank: int) -> str:
+    """`128 cards = 16 servers = 8 racks; x 128 replicas = 16,384`."""
+    mesh = setup.mesh
+    members = mesh.group(rank, tuple(axis for axis in AXES if axis != "dp"))
+    places = [place(member, setup.profile) for member in members]
+    units = [name for name in places[0] if name != "card"]
+    touched = [(name, len({seat[name] for seat in places})) for name in units]
+    parts = [f"{len(members)} cards", *(f"{count} {name}{'s' if count > 1 else ''}" for name, count in touched)]
+    return f"{' = '.join(parts)}; x {mesh.dp} replicas = {mesh.world:,}"
 
 
 def _groups(setup: Setup, rank: int) -> Section:

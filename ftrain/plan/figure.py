@@ -127,6 +127,7 @@ class Answer:
         return {
             "command": self.command,
             "title": self.title,
+            "sections": [section.title for section in self.sections],
             "figures": {figure.key: figure.as_dict() for figure in self.figures()},
             "tables": {table.key: table.as_dict() for section in self.sections for table in section.tables},
             "drawings": drawings,

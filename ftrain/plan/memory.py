@@ -135,13 +135,33 @@ def answer(setup: Setup) -> Answer:
     ranks = all_ranks(setup)
     ideal = setup.options.params == 0 or abs(setup.options.params - _config_params(setup)) <= 0.05 * _config_params(setup)
     sections = [state.whole(setup), state.per_card(setup), _real(setup, ranks), _activation_section(setup)]
-    warnings = () if ideal else ("--params is far from the config's own size: the stage table below is the config's",)
+    warnings: tuple[str, ...] = (
+        () if ideal else ("--params is far from the config's own size: the stage table below is the config's",)
+    )
+    warnings += _inner_groups(setup)
     return Answer(
         command="memory",
         title=f"Memory of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
         refusals=refusals(setup, ranks),
         warnings=warnings,
+    )
+
+
+def _inner_groups(setup: Setup) -> tuple[str, ...]:
+    """HFSDP wants its inner group on fast links; where TP fills the server, there is no room for it."""
+    mesh, inner = setup.mesh, setup.options.inner
+    if setup.options.sharding != "hfsdp":
+        return ()
+    if mesh.dp % inner:
+        raise ValueError(f"--inner {inner}: wanted a divisor of DP = {mesh.dp}")
+    distance = mesh.group(0, ("dp",))[1] if mesh.dp > 1 else 1
+    span, gpus = distance * inner, setup.profile.server.gpus
+    if span <= gpus:
+        return ()
+    return (
+        f"inner groups of {inner} have members {distance} ranks apart and cross servers of {gpus} cards, over network cards: "
+        f"TP {mesh.tp} x CP {mesh.cp} x PP {mesh.pp} lies inside them. Put dp before pp in parallel.order, lower parallel.tp",
     )
 
 

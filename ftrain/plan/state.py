@@ -77,6 +77,8 @@ def per_card(setup: Setup) -> Section:
             number("replicas", "replicas (DP)", value=mesh.dp,
                    why=why("ranks / (tp x cp x pp)", DOC_A, ranks=mesh.world, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp)),
             number("replica_cards", "cards of a replica", value=mesh.world // mesh.dp, why=why("tp x cp x pp", DOC_A)),
+            number("servers", "servers", value=-(-mesh.world // setup.profile.server.gpus),
+                   why=why("ranks / cards of a server", DOC_A, ranks=mesh.world, cards=setup.profile.server.gpus)),
             number("optimizer_divisor", "optimizer records divided by DP x CP", value=d,
                    why=why("dp x cp: context parallel ranks hold the same weights", "Megatron intra_dp_cp_group",
                            dp=mesh.dp, cp=mesh.cp)),

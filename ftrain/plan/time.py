@@ -114,6 +114,8 @@ class Work:
     achieved_tflops: float = 0
     effective: float = 1.0
     """Share of the time that ends up in the final history."""
+    replicas: int = 0
+    """A number of replicas that somebody multiplied by, to be checked."""
 
 
 def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
@@ -131,7 +133,21 @@ def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
         command="time",
         title=f"Time of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
+        refusals=_double_counting(setup, work.replicas),
         warnings=() if setup.profile.peak_flops else (f"{setup.profile.name}: peak unknown, so no MFU and no predicted step",),
+    )
+
+
+def _double_counting(setup: Setup, claimed: int) -> tuple[str, ...]:
+    """Cards that work on the same sequences must not be counted as replicas."""
+    mesh = setup.mesh
+    if claimed in (0, mesh.dp):
+        return ()
+    inside = mesh.world // mesh.dp
+    what = {inside: f"the {inside} cards of one replica", mesh.world: f"all {mesh.world:,} cards"}.get(claimed, "not this mesh")
+    return (
+        f"{claimed:,} replicas is {what}: the cards of a replica work on the same sequences. There are {mesh.dp} replicas "
+        f"({mesh.world:,} / {inside}), so an update has {setup.tokens_per_update:,} tokens",
     )
 
 

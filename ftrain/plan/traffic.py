@@ -68,8 +68,29 @@ def _links(setup: Setup) -> Section:
                    why=why("nic / link", source, nic=nic, link=link)),
         ),
         tables=(Table(key="tiers", title="Tiers", columns=("tier", "GPUs", "oversubscription", "alone", "all at once"),
-                      rows=tuple(rows), source=profile.sources["network"]),),
+                      rows=tuple(rows), source=profile.sources["network"]), _server(setup)),
     )  # fmt: skip
+
+
+def _server(setup: Setup) -> Table:
+    """What the profile knows of a server."""
+    server, gpu = setup.profile.server, setup.profile.gpu
+    facts: dict[str, Value] = {
+        "GPUs": server.gpus,
+        "memory of a GPU": f"{gpu.memory_gb:g} GB",
+        "dense bf16": f"{gpu.dense_bf16_tflops:,g} TFLOP/s",
+        "sparse bf16": f"{gpu.sparse_bf16_tflops:,g} TFLOP/s",
+        "power of a GPU": f"{gpu.power_w:g} W",
+        "network cards": f"{server.gpus} x {server.nic_gbit_s:g}G, one for each GPU",
+        "CPUs": server.cpus,
+        "switches": server.switches,
+        "fans": server.fans,
+        "size": " x ".join(str(side) for side in server.size_mm) + " mm" if server.size_mm else "",
+        "weight": f"{server.weight_kg:g} kg" if server.weight_kg else "",
+        "cooling": server.cooling,
+    }
+    rows = tuple((name, value) for name, value in facts.items() if value)
+    return Table(key="server", title="Server", columns=("what", "value"), rows=rows, source=setup.profile.sources["server"])
 
 
 def _groups(setup: Setup) -> Section:
