@@ -5,9 +5,9 @@
     memcpy    warm buffers of the same size, both ranks at once
     dcp_*     async_save in thread and process mode, with the defaults and with a stager that is kept
 
-A round's figure is the maximum over the ranks; everything stored is awaited before the next case begins. The first round of each case
-is warm-up. Each of our saves is compared with the live state by digest, and the last one is committed and verified from storage: a
-save that is fast and wrong ends the benchmark with an error.
+A round's figure is the maximum over the ranks; everything stored is awaited before the next case begins. The first call of
+each case is warm-up. Each of our saves is compared with the live state by digest, and the last one is committed and verified
+from storage: a save that is fast and wrong ends the benchmark with an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,10 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
     config = parse(CONFIG.format(url=folder / "run", ranks=2, **(TINY if tiny else FULL)))
     with ExitStack() as stack:
         stall = Stall(folder, config, stack)
-        cases: dict[str, Callable[[int], float]] = {
-            case: (lambda number, case=case: stall.measure(case, number))
-            for case in CASES  # type: ignore[misc]
-        }
-        for case in cases.values():
-            case(rounds)  # warm-up: first calls allocate, start processes, make views
+        cases: dict[str, Callable[[int], float]] = {case: partial(stall.measure, case) for case in CASES}
+        for name, case in cases.items():  # warm-up: first calls allocate, start processes, make views (ours: of each slot)
+            for number in range(config.checkpoint.slots if name == "ours" else 1):
+                case(rounds + number)
         seconds = common.interleaved(cases, rounds)
         verified = stall.verify()
     dcp = {case: common.median(seconds[case]) or 0.0 for case in CASES if case.startswith("dcp")}

@@ -1,8 +1,8 @@
 """What every benchmark shares: the options, rounds that take turns, medians, and one JSON object on stdout.
 
-A machine changes its speed from minute to minute, so a ratio is only worth something if both sides were measured in turns within one
-run; and a missed bound is a figure to look at, not a failure of the benchmark: the exit code is 0 whenever the measurement is right.
-The load average stands beside the figures, because on a busy machine they say little.
+A machine changes its speed from minute to minute, so a ratio is only worth something if both sides were measured in turns
+within one run; and a missed bound is a figure to look at, not a failure of the benchmark: the exit code is 0 whenever the
+measurement is right. The load average stands beside the figures, because on a busy machine they say little.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
 
 
 def interleaved(cases: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each case in each round. The order turns by one place a round, so that nobody always comes after the same one."""
+    """Seconds of each case in each round. The order turns by one place a round: nobody always comes after the same one."""
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
@@ -89,7 +89,7 @@ def python(module: str, *args: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """For such a process: one thread a rank (as many as there are processors, for two ranks), and the repository's root on its path."""
+    """For such a process: one thread a rank, and the repository's root on its path."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -1,7 +1,7 @@
 """One rank of benchmarks.checkpoint_stall: a real engine whose state is saved in each of the ways compared.
 
-Every case is measured from a barrier, so that the ranks share the memory's bandwidth as they do in training, and each saves the same
-number of bytes: this rank's share of the state, at 14 bytes per parameter.
+Every case is measured from a barrier, so that the ranks share the memory's bandwidth as they do in training, and each saves
+the same number of bytes: this rank's share of the state, at 14 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def build(args: RankArgs) -> Engine:
     """The process group and the engine, with real moments after one step."""
     config = msgspec.convert(args.config, Config)
     torch.set_num_threads(1)
-    store = dist.FileStore(args.rendezvous, args.world)
-    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world)
+    where = f"file://{args.rendezvous}"
+    dist.init_process_group("gloo", init_method=where, rank=args.rank, world_size=args.world)
     engine = Engine(config, mesh=Mesh(mesh_shape(config), args.rank), device="cpu", dataset=RandomTokens(config))
     engine.init_state()
     engine.train_step(step=1, first_sequence=0)
