@@ -150,5 +150,6 @@ def _trouble(event: Event) -> str:
         case events.StopRequested():
             return f"stop requested by {event.by}: finishing the step, saving"
         case events.RunEnded():
-            return f"run {event.outcome} at step {event.step}" + (f": {event.reason}" if event.reason else "")
+            where = "" if event.step is None else f" at step {event.step}"
+            return f"run {event.outcome}{where}" + (f": {event.reason}" if event.reason else "")
     return ""
