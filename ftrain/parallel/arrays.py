@@ -102,10 +102,12 @@ def _array_spec(spec: ParameterSpec, slot: str, mesh: MeshShape, row_tile: int |
 
 def _tile(spec: ParameterSpec, mesh: MeshShape, row_tile: int | None, itemsize: int) -> tuple[int, ...]:
     """The grid of storage, made finer where this layout cuts it (which only TP sizes that it does not foresee do)."""
-    tp_dim = spec.tp.dim if spec.tp.kind is Kind.CUT else None
-    tile = list(tile_shape(spec.shape, itemsize, tp_dim=tp_dim, row_tile=row_tile))
-    if tp_dim is not None:
-        extent = spec.shape[tp_dim]
-        starts = (spec.tp.interval(extent, mesh.tp, index)[0] for index in range(mesh.tp))
-        tile[tp_dim] = gcd(tile[tp_dim], *(start for start in starts if start < extent))
+    if spec.tp.kind is not Kind.CUT:
+        return tile_shape(spec.shape, itemsize, tp_dim=None, row_tile=row_tile)
+    dim, extent = spec.tp.dim, spec.shape[spec.tp.dim]
+    if spec.tp.is_tile:
+        row_tile = gcd(spec.tp.unit, row_tile or 0)
+    tile = list(tile_shape(spec.shape, itemsize, tp_dim=None if spec.tp.is_tile else dim, row_tile=row_tile))
+    starts = (spec.tp.interval(extent, mesh.tp, index)[0] for index in range(mesh.tp))
+    tile[dim] = gcd(tile[dim], *(start for start in starts if start < extent))
     return tuple(tile)

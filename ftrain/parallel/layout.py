@@ -17,8 +17,8 @@ which bucket it travels. A rule that is written down once cannot disagree with i
     norms                   PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL
 
 If tp > kv_heads, each kv head is held by tp / kv_heads neighbouring ranks (`copies`), whose gradients are partial among
-them. The vocabulary is cut in whole tiles and may leave the last ranks a short part or none: padding is never an element
-of any array. A tied embedding is one parameter, held by the first and the last stage, owned by the first.
+them. The vocabulary is cut in whole units of rows and may leave the last ranks a short part or none: padding is never an
+element of any array. A tied embedding is one parameter, held by the first and the last stage, owned by the first.
 
 Shapes are of the logical array, never of a part. Pure: no torch.
 """
@@ -28,13 +28,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
+from math import gcd, prod
 
 from ftrain.config import Axis, Model
 from ftrain.parallel.partition import partition_layers
 from ftrain.parallel.shape import AXES, Coordinate, MeshShape
 from storage.box import Box
-from storage.grid import tp_tile
 
 
 class Kind(Enum):
@@ -52,7 +51,8 @@ class Placement:
 
     kind: Kind
     dim: int = 0  # CUT: the dim that is cut
-    unit: int = 1  # CUT: cuts lie at multiples of this many elements
+    unit: int = 1  # CUT: cuts lie at multiples of this many elements (of the dim)
+    is_tile: bool = False  # CUT: the unit is also the tile, because other cuts than even ones occur
     copies: int = 1  # CUT: so many neighbouring ranks hold the same part, with partial gradients
 
     def interval(self, extent: int, size: int, index: int) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class ParameterSpec:
 def parameters(model: Model, mesh: MeshShape, *, layer_counts: tuple[int, ...] = ()) -> tuple[ParameterSpec, ...]:
     """All parameters of the model, in canonical order: embedding, layers, final norm, head."""
     first, last = 0, mesh.pp - 1
-    vocabulary = Placement(Kind.CUT, dim=0, unit=tp_tile(model.vocab, element_bytes=4 * model.hidden))
+    vocabulary = Placement(Kind.CUT, dim=0, unit=vocabulary_unit(model.vocab), is_tile=True)
     ends = (first,) if not model.tied or first == last else (first, last)
     matrix = (model.vocab, model.hidden)
     specs = [
@@ -124,6 +124,17 @@ def parameters(model: Model, mesh: MeshShape, *, layer_counts: tuple[int, ...] =
     if not model.tied:
         specs.append(ParameterSpec(name="head", shape=matrix, tp=vocabulary, block="head", stages=(last,), decay=True))
     return tuple(specs)
+
+
+def vocabulary_unit(vocab: int) -> int:
+    """Rows at whose multiples the vocabulary may be cut: a power of two up to 64, so that it is also a good tile.
+
+    Even cuts over 2, 4, 8 and 16 ranks where the vocabulary has them; otherwise as large as pads it by less than 1/128.
+    """
+    if vocab % 16 == 0:
+        return gcd(vocab // 16, 64)
+    units = (64, 32, 16, 8, 4, 2)
+    return next((unit for unit in units if 16 * unit <= vocab and 128 * (-vocab % unit) <= vocab), 1)
 
 
 def head_dim(model: Model) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ftrain.config import Model
 from ftrain.parallel.arrays import EXACT, StateTypes, array_specs
 from ftrain.parallel.buckets import may_be_cut, plan_buckets, state_boxes
-from ftrain.parallel.layout import Kind, is_owner, local_box, parameters
+from ftrain.parallel.layout import Kind, Placement, is_owner, local_box, parameters, vocabulary_unit
 from ftrain.parallel.shape import Coordinate, MeshShape
 from storage.box import tiling_problems
 from storage.pack import plan_pack
@@ -107,6 +107,20 @@ def test_every_element_is_owned_once_per_shard_group(layout):
             if is_owner(spec, place := Coordinate(tp=tp, pp=pp)) and (box := local_box(spec, mesh, place))
         ]
         assert tiling_problems(spec.shape, owned) == []
+
+
+@pytest.mark.parametrize(
+    ("vocab", "unit"),
+    [(128256, 16), (163840, 64), (256, 16), (257, 2), (1009, 8), (50257, 64), (7, 1)],  # 1009 pads to 1016: 0.7 %
+)
+def test_the_vocabulary_is_cut_evenly_where_it_can_be(vocab, unit):
+    assert vocabulary_unit(vocab) == unit
+    for tp in (2, 4, 8, 16):
+        parts = [Placement(Kind.CUT, unit=unit).interval(vocab, tp, index) for index in range(tp)]
+        assert [start for start, _ in parts[1:]] == [stop for _, stop in parts[:-1]]
+        assert (parts[0][0], parts[-1][1]) == (0, vocab)
+        if vocab % 16 == 0:
+            assert {stop - start for start, stop in parts} == {vocab // tp}
 
 
 def test_kv_heads_are_copied_when_tp_exceeds_them():
