@@ -8,22 +8,25 @@ not end it. `unknown` is an answer: without evidence nothing is blamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from recovery.culprit import first_failing
 from recovery.events import Action, EvidenceLine, Verdict
 from recovery.evidence import Evidence
-from recovery.reading import Line, Reader, read
 from recovery.literals import compiled
-from recovery.templates import ExitMeaning, Overrides, Signature, Table, default_table
+from recovery.reading import Line, Reader, read
+from recovery.templates import ClassMeaning, ExitMeaning, Overrides, Signature, Table, default_table
 
 SURVIVED = 2  # finished steps after a line that prove that it did not end the run
 STALE_S = 600.0  # a job does not outlive its own cancellation by more than this: what follows is another attempt
 HANDLED = 19  # most that a handled cause weighs: less than any time-out, more than a bare exit status
 SURVIVED_WEIGHT = 4  # of what cannot have ended this attempt: decides only if there is nothing at all
+T = TypeVar("T")
 SHOWN = 4  # lines of evidence in a verdict
 
 
@@ -177,7 +180,8 @@ def _exit_matches(case: Evidence, table: Table) -> Iterator[_Match]:
     order = [*(rank for rank in case.order if rank in own), *(rank for rank in own if rank not in case.order)]
     for meaning in table.exit:
         struck = [rank for rank in order if own[rank] in meaning.statuses]
-        if struck and (not meaning.only or len(struck) == len(case.exit)):
+        counts = (not meaning.only or len(struck) == len(case.exit)) and (not meaning.one or len(struck) == 1 < len(case.exit))
+        if struck and counts:
             rank = int(struck[0]) if struck[0].isdigit() else -1
             text = f"rank {struck[0]} ended with {own[struck[0]]}"
             yield _Match(meaning, Line("exit", rank, text, text, rank if rank >= 0 else None), meaning.weight)
@@ -190,9 +194,8 @@ def _verdict(case: Evidence, reader: Reader, table: Table, matches: Sequence[_Ma
     class_, component, action, retryable, planned = _meaning(case, reader, table, best)
     same = [m for m in matches if m.signature.class_ == best.signature.class_ or m.signature.name == best.signature.name]
     related = [m.line for m in matches if m is not best and not m.why_less and _same_story(m, best)]
-    deciding = best.line if best.line.where != "exit" else None
     how = best.signature.rank if isinstance(best.signature, Signature) else "speaker"
-    rank = first_failing(case, reader, deciding, related, how=how)
+    rank = first_failing(case, reader, best.line, related, how=how)
     return Verdict(
         class_=class_,
         component=component,
@@ -217,22 +220,26 @@ def _same_story(match: _Match, best: _Match) -> bool:
 
 
 def _meaning(case: Evidence, reader: Reader, table: Table, best: _Match) -> tuple[str, str, Action, bool, bool]:
-    """Class, component, action, retryable, planned: the class's, unless the signature says otherwise."""
-    signature = best.signature
-    early = signature.at_start if isinstance(signature, Signature) and not reader.started else Overrides()
-    class_ = early.class_ or signature.class_
+    """Class, component, action, retryable, planned: the signature's word before the class's, the start's before the rest's."""
+    said = best.signature
+    own = Overrides(action=said.action, retryable=said.retryable, planned=said.planned)
+    early = Overrides()
+    if isinstance(said, Signature):
+        own = replace(own, component=said.component)
+        early = said.at_start if not reader.started else early
+    class_ = early.class_ or said.class_
     base = table.classes[class_]
-    own_component = signature.component if isinstance(signature, Signature) else None
-    component = early.component or own_component or base.component
-    action = early.action or signature.action or base.action
-    retryable = _first(early.retryable, signature.retryable, base.retryable)
-    planned = _first(early.planned, signature.planned, base.planned)
+    layers: list[Overrides | ClassMeaning] = [early, own, base.at_start if not reader.started else Overrides(), base]
+    component: str = _first(layer.component for layer in layers)
+    action: Action = _first(layer.action for layer in layers)
+    retryable: bool = _first(layer.retryable for layer in layers)
+    planned: bool = _first(layer.planned for layer in layers)
     if _left_in_order(case, reader) and class_ == "process_crash":
         return class_, component, "finish", False, True
     return class_, component, action, retryable, planned
 
 
-def _first(*values: bool | None) -> bool:
+def _first(values: Iterable[T | None]) -> T:
     return next(value for value in values if value is not None)
 
 

@@ -16,12 +16,14 @@ from typing import Literal
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
-How = Literal["speaker", "timeout", "outside"]  # what was struck: a rank, a collective, or the machine under the ranks
+How = Literal["speaker", "timeout", "outside", "killed"]  # what was struck: a rank, a collective, the machine
 # Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
 _OUTSIDE = ((-2, 130), (-1, 129), (-15, 143), (None,), (-9, 137))
 _MEMBER = re.compile(
     r"(?:worker|rank|node|task|pod|member|replica|trainer|container)s?\b[-_ :/\w.]{0,24}?[-_ ](\d{1,5})\b", re.IGNORECASE
 )
+_KILLED = (-9, 137)
+_FAULT = (-11, 139, -7, 135, -4, 132, -8, 136)  # signals that only the process's own doing brings
 _TEARDOWN = frozenset({-15, 143, -9, 137})
 _IN_TEXT = (
     re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]: ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
@@ -67,6 +69,9 @@ def device(line: Line) -> int | None:
 def odd_one_out(case: Evidence) -> int | None:
     """The one rank whose end was its own doing: an error among ranks that were stopped, a signal among errors."""
     own = {int(r): s for r, s in case.exit.items() if r.isdigit() and s not in (0, None) and r not in case.ours}
+    faulted = [rank for rank, status in own.items() if status in _FAULT]
+    if len(faulted) == 1:
+        return faulted[0]
     failed = [rank for rank, status in own.items() if status not in _TEARDOWN]
     if len(failed) == 1:
         return failed[0]
@@ -80,32 +85,33 @@ def odd_one_out(case: Evidence) -> int | None:
     return next(iter(own)) if len(own) == 1 and len(ranks_of(case)) == 1 else None
 
 
-def first_failing(case: Evidence, reader: Reader, deciding: Line | None, related: Sequence[Line], *, how: How) -> int | None:
+def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Sequence[Line], *, how: How) -> int | None:
     """The rank that failed first, None if that cannot be told."""
     if how == "timeout":
         return absent_or_behind(case, reader)
     if how == "outside":
-        return taken_away(case, [*([deciding] if deciding else []), *related])
+        return taken_away(case, [deciding, *related])
     known = ranks_of(case)
-    for candidate in _candidates(case, reader, deciding, related):
+    for candidate in _candidates(case, reader, deciding, related, how):
         if candidate is not None and (not known or candidate in known):
             return candidate
     return None
 
 
-def _candidates(case: Evidence, reader: Reader, deciding: Line | None, related: Sequence[Line]) -> Iterable[int | None]:
-    if deciding is not None and deciding.where == "log":
+def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequence[Line], how: How) -> Iterable[int | None]:
+    if deciding.where == "exit":
+        yield _struck(case, deciding)
+    elif deciding.where != "kernel":
         yield speaker(deciding)
-    if deciding is not None:
-        yield _by_pid(deciding, reader)
+    yield _by_pid(deciding, reader)
+    if how == "killed":
+        yield _only(case, _KILLED)
     yield from (speaker(line) for line in related if line.where == "log")
     yield odd_one_out(case)
-    if deciding is not None:
-        yield device(deciding)
+    yield device(deciding)
     yield from (device(line) for line in related)
     yield root_cause(reader)
-    known = ranks_of(case)
-    yield known[0] if len(known) == 1 else None
+    yield _lowest_of_some(case)
 
 
 def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:
@@ -123,6 +129,23 @@ def _only(case: Evidence, statuses: Sequence[int | None]) -> int | None:
     """The one rank that ended like this, if there is one."""
     struck = [int(rank) for rank, status in case.exit.items() if rank.isdigit() and status in statuses]
     return struck[0] if len(struck) == 1 and len(case.exit) > 1 else None
+
+
+def _struck(case: Evidence, deciding: Line) -> int | None:
+    """The rank whose exit status decided, unless several ended alike and nobody knows their order."""
+    if deciding.rank is None or case.order:
+        return deciding.rank
+    alike = [
+        rank for rank, status in case.exit.items() if status == case.exit.get(str(deciding.rank)) and rank not in case.ours
+    ]
+    return deciding.rank if len(alike) == 1 else None
+
+
+def _lowest_of_some(case: Evidence) -> int | None:
+    """Where some ranks failed and others did not: the first of those by number. Where all did, nobody was first."""
+    known = ranks_of(case)
+    failed = [rank for rank in known if case.exit[str(rank)] not in (0, None) and str(rank) not in case.ours]
+    return failed[0] if failed and (len(failed) < len(known) or len(known) == 1) else None
 
 
 def absent_or_behind(case: Evidence, reader: Reader) -> int | None:

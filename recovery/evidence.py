@@ -33,6 +33,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     ours: tuple[str, ...] = ()  # ranks that died by a signal which the supervisor sent
     order: tuple[str, ...] = ()  # ranks in the order of their death, as far as known
     nodes: dict[str, str] = {}  # rank -> node
+    steps: int | None = None  # finished in this attempt; None: not known, the log may tell
     notes: tuple[str, ...] = ()  # what could not be read
 
 

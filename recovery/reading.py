@@ -51,11 +51,12 @@ class Reader:
     lines: dict[str, list[Line]]
     progress: list[int] = field(default_factory=list)  # log indices of finished steps
     finished: bool = False
+    steps: int | None = None
 
-    @cached_property
+    @property
     def started(self) -> bool:
         """Whether a step was finished before the end."""
-        return len(self.progress) > 0
+        return self.steps > 0 if self.steps is not None else len(self.progress) > 0
 
     def progress_after(self, index: int) -> int:
         """How many finished steps were printed after a log line."""
@@ -75,7 +76,7 @@ def read(case: Evidence, table: Table) -> Reader:
         "kernel": [Line("kernel", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.kernel)],
         "scheduler": [Line("scheduler", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.scheduler)],
     }
-    reader = Reader(lines)
+    reader = Reader(lines, steps=case.steps)
     _mark_tracebacks(lines["log"])
     _mark_previews(lines["log"], table.reading)
     for line in lines["log"]:

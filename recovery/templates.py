@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from recovery.events import Action
-from recovery.literals import Index
+from recovery.literals import Index, compiled
 
 Source = Literal["log", "kernel", "scheduler"]
 
@@ -46,6 +46,7 @@ class ClassMeaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     action: Action
     retryable: bool = True
     planned: bool = False
+    at_start: Overrides = Overrides()  # when no step was finished before it
 
 
 class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +65,8 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     context: str = ""  # must be found in the traceback, the line or the few lines before it
     needs: tuple[str, ...] = ()  # counts only if one of these was found too
     not_from: str = ""  # not if the traceback ended here: a launcher's own words only repeat what a worker did
-    rank: Literal["speaker", "timeout", "outside"] = (
-        "speaker"  # first is who says it, who did not time out, or who was taken away
+    rank: Literal["speaker", "timeout", "outside", "killed"] = (
+        "speaker"  # first is who says it, who did not time out, who was taken away or killed
     )
     component: str | None = None
     action: Action | None = None
@@ -75,13 +76,14 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExitMeaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an exit status says when nothing else speaks. `only`: counts only if every rank ended like this."""
+    """What an exit status says when nothing else speaks: `only` if every rank ended like this, or only if `one` did."""
 
     name: str
     class_: str = field(name="class")
     weight: int
     statuses: tuple[int, ...]
     only: bool = False
+    one: bool = False
     action: Action | None = None
     retryable: bool | None = None
     planned: bool | None = None

@@ -1,0 +1,117 @@
+"""`ftrain classify`: what interrupted a run, from evidence that somebody wrote down.
+
+ftrain classify incident.json --explain
+
+The very code that the supervisor runs, on a file: to check a verdict, to try a site's own signatures, to judge the classifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from ftrain.cli import render
+from recovery.classify import Explanation, explain
+from recovery.codes import ExitCode
+from recovery.evidence import Evidence
+from recovery.policy import History, Limits, decide
+from recovery.templates import Table, TableError, load_table
+
+SHOWN = 8  # lines considered and discarded that the text form shows
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each case.")
+@click.option(
+    "--explain", "with_reasons", is_flag=True, help="Also which lines were weighed, and which were discarded and why."
+)
+@click.option(
+    "--signatures",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A site's own signature table (TOML), merged over the shipped one.",
+)
+def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatures: Path | None) -> None:
+    """Say what interrupted each case of FILES (JSON or JSON lines; `-` is stdin).
+
+    \b
+    Example:
+      ftrain classify incidents.jsonl --json
+    """
+    try:
+        table = load_table(signatures)
+        for file in files:
+            for case in read_cases(file):
+                _show(case, table, as_json=as_json, with_reasons=with_reasons)
+    except (TableError, msgspec.DecodeError) as error:
+        render.fail(str(error), ExitCode.USAGE)
+
+
+def read_cases(file: Path) -> Iterator[Evidence]:
+    """The cases of a file: one JSON object, a JSON array, or one object a line."""
+    data = click.get_text_stream("stdin").read().encode() if str(file) == "-" else file.read_bytes()
+    whole = data.strip()
+    if whole.startswith(b"["):
+        yield from msgspec.json.decode(whole, type=list[Evidence])
+        return
+    try:
+        yield msgspec.json.decode(whole, type=Evidence)
+    except msgspec.DecodeError:
+        for number, line in enumerate(whole.splitlines(), start=1):
+            if line.strip():
+                yield _case(file, number, line)
+
+
+def _case(file: Path, number: int, line: bytes) -> Evidence:
+    try:
+        return msgspec.json.decode(line, type=Evidence)
+    except msgspec.DecodeError as error:
+        raise msgspec.DecodeError(f"{file}, line {number}: not a case: {error}") from error
+
+
+def answer(case: Evidence, found: Explanation) -> dict[str, Any]:
+    """The verdict as the cases' README asks for it; the action is what the default policy does at a first occurrence."""
+    verdict = found.verdict
+    return {
+        "id": case.id,
+        "class": verdict.class_,
+        "component": verdict.component,
+        "planned": verdict.planned,
+        "first_failing_rank": verdict.first_failing_rank,
+        "retryable": verdict.retryable,
+        "action": decide(verdict, History(), Limits()).action,
+        "confidence": verdict.confidence,
+        "reason": verdict.reason,
+        "evidence": msgspec.to_builtins(verdict.evidence),
+    }
+
+
+def _show(case: Evidence, table: Table, *, as_json: bool, with_reasons: bool) -> None:
+    found = explain(case, table)
+    said = answer(case, found)
+    if as_json:
+        more = {"considered": found.considered, "discarded": found.discarded} if with_reasons else {}
+        render.data(msgspec.json.encode(said | more).decode())
+        return
+    rank = "" if said["first_failing_rank"] is None else f", first rank {said['first_failing_rank']}"
+    name = f"{case.id}: " if case.id else ""
+    render.data(f"{name}{said['class']} ({said['component']}){rank}; {said['action']}; confidence {said['confidence']:.2f}")
+    render.data(f"  {said['reason']}")
+    for line in found.verdict.evidence:
+        render.data(f"  evidence {line.where}:{line.line}: {line.text}")
+    if with_reasons:
+        _show_reasons(found)
+
+
+def _show_reasons(found: Explanation) -> None:
+    for seen in found.considered[:SHOWN]:
+        render.data(f"  weighed   {seen.weight:3d} {seen.signature} ({seen.class_}) {seen.where}:{seen.line}: {seen.text}")
+    for gone in found.discarded[:SHOWN]:
+        render.data(f"  discarded {gone.signature} {gone.where}:{gone.line}: {gone.why}: {gone.text}")
+    rest = max(0, len(found.considered) - SHOWN) + max(0, len(found.discarded) - SHOWN)
+    if rest:
+        render.data(f"  and {rest} more lines (--json shows all)")
