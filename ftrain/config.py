@@ -170,6 +170,14 @@ class Checkpoint(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, description="write to storage every so many steps; 0: only at the end", extra=FREE)
     ] = 100
     slots: Annotated[int, Meta(ge=2, le=3, description="arena slots of each rank", extra=FREE)] = 3
+    overlap: Annotated[
+        bool,
+        Meta(
+            description="copy beside the next forward and backward instead of before them; the same bits either way. Pays "
+            "where the copy has a core or a copy engine of its own",
+            extra=FREE,
+        ),
+    ] = False
     if_busy: Annotated[
         Literal["wait", "skip", "fail"],
         Meta(description="what a save does while the previous upload still runs", extra=FREE),

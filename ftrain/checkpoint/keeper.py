@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from storage.keys import pack_name, step_folder
-
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
 from ftrain.checkpoint.messages import KeeperMessage, PackFailed, PackStored, Settled
 from storage.digest import digest_part
+from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
 BLOCK_NBYTES = 4 * 2**20

@@ -15,18 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from storage.checkpoint import Checkpoint
-from storage.reader import Want
-from storage.run import RunStore
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
 from ftrain.checkpoint.memory import ArenaStore, newest_snapshot, snapshot_manifest
 from ftrain.parallel.arrays import StatePiece
+from storage.checkpoint import Checkpoint
 from storage.digest import digest_box
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.manifest import Manifest
 from storage.pack import ArraySpec
+from storage.reader import Want
+from storage.run import RunStore
 
 
 class Restorable(Protocol):

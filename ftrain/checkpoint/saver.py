@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,7 +42,7 @@ def is_uploading(headers: Sequence[SlotHeader]) -> bool:
 
 
 class Saver:
-    """Copies this rank's pieces of state into its arena slots. Used by one thread."""
+    """Copies this rank's pieces of state into its arena slots. Used by one thread; overlapped copies run on one of its own."""
 
     def __init__(
         self,
@@ -49,16 +51,26 @@ class Saver:
         *,
         identity: tuple[int, int, int, int],
         announce: Callable[[str], None],
+        taken: Callable[[int, bool], None] = lambda step, upload: None,
         reached: Callable[[str, int], None] = lambda point, step: None,
+        overlap: bool = False,
     ) -> None:
-        """`identity`: (epoch, attempt, rank, world). `announce` tells the keeper a slot's name. `reached` is told
-        named points.
+        """`identity`: (epoch, attempt, rank, world). When a snapshot is complete, `announce` is told the slot's name
+        (for the keeper) and `taken` the step and whether it goes to storage. `reached` is told named points.
+
+        `overlap`: `save` returns at once and the copy runs beside the next forward and backward, which only read the
+        weights; whoever changes the state calls `finish` first.
         """
         self._slots = slots
         self._layout = layout
         self._epoch, self._attempt, self._rank, self._world = identity
         self._announce = announce
+        self._taken = taken
         self._reached = reached
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if overlap else None
+        self._copying: Future[None] | None = None
+        self._filling: int | None = None
+        self._waited_s = 0.0
         self._payloads = [slot.prepare(layout) for _, slot in slots]
         self._pairs: list[list[CopyPair] | None] = [None] * len(slots)
 
@@ -75,8 +87,12 @@ class Saver:
         return [slot.header() for _, slot in self._slots]
 
     def has_free_slot(self) -> bool:
-        """Whether a snapshot could start at once."""
-        return free_slot(self.headers()) is not None
+        """Whether a snapshot could start once the copy under way, if there is one, has ended."""
+        headers = [
+            replace(header, state=SlotState.COMPLETE, upload=Upload.WANTED) if index == self._filling else header
+            for index, header in enumerate(self.headers())
+        ]
+        return free_slot(headers) is not None
 
     def is_uploading(self) -> bool:
         """Whether an earlier snapshot of this rank is still on its way to storage."""
@@ -92,25 +108,46 @@ class Saver:
             time.sleep(POLL_S)
         return time.monotonic() - begin
 
-    def save(self, pieces: Sequence[StatePiece], *, step: int, upload: bool, progress: dict[str, Any]) -> float:
-        """Copy `pieces` into a free slot and publish it. Returns the seconds of the copy: the training loop's only stall.
+    def save(self, pieces: Sequence[StatePiece], *, step: int, upload: bool, progress: dict[str, Any]) -> None:
+        """Copy `pieces` into a free slot and publish it, or start doing so. `pieces` are live views, the same every time.
 
         Every rank calls this after the same step, outside any collective. Raises RuntimeError if no slot is free.
         """
+        self.finish()
         index = free_slot(self.headers())
         if index is None:
             raise RuntimeError(f"no arena slot is free at step {step}: wait_until_free was not called")
-        name, slot = self._slots[index]
-        begin = time.perf_counter()
-        slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world)
         pairs = self._pairs[index]
         if pairs is None:
             pairs = self._pairs[index] = copy_pairs(self._payloads[index], self._layout, pieces)
+        record = msgspec.json.encode(progress)
+        if self._pool is None:
+            self._fill(index, pairs, step, upload, record)
+        else:
+            self._filling = index
+            self._copying = self._pool.submit(self._fill, index, pairs, step, upload, record)
+
+    def finish(self) -> None:
+        """Wait for the copy under way. Called before the state changes, and before the worker leaves."""
+        if self._copying is None:
+            return
+        begin = time.monotonic()
+        copying, self._copying, self._filling = self._copying, None, None
+        copying.result()
+        self._waited_s += time.monotonic() - begin
+
+    def take_waited(self) -> float:
+        """Seconds spent in `finish` since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def _fill(self, index: int, pairs: list[CopyPair], step: int, upload: bool, record: bytes) -> None:
+        name, slot = self._slots[index]
+        slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world)
         half = len(pairs) // 2
         run_copy(pairs[:half])
         self._reached("copy", step)
         run_copy(pairs[half:])
-        slot.complete(msgspec.json.encode(progress), upload=upload)
-        seconds = time.perf_counter() - begin
+        slot.complete(record, upload=upload)
         self._announce(name)
-        return seconds
+        self._taken(step, upload)

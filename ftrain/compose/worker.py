@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
-from ftrain.checkpoint.messages import Ready, SnapshotReady, encode
+from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, encode
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.compose.args import WorkerArgs
@@ -103,8 +103,11 @@ def _loop(context: WorkerContext, args: WorkerArgs, config: Config, engine: Engi
         rank_layout(config, engine.mesh.coordinate),
         identity=(context.epoch, context.attempt, context.rank, config.parallel.ranks),
         announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
+        taken=lambda step, upload: context.send(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
         reached=faults.reached,
+        overlap=config.checkpoint.overlap,
     )
+    engine.before_update = saver.finish
     return Loop(
         config=config,
         engine=engine,

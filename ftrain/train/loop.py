@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ftrain.checkpoint import when
-from ftrain.checkpoint.messages import Final, SaveSkipped, SnapshotTaken, StepDone, WorkerMessage
+from ftrain.checkpoint.messages import Final, SaveSkipped, StepDone, WorkerMessage
 from ftrain.checkpoint.saver import Saver
 from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
@@ -95,8 +95,10 @@ class Loop:
             stop = self._step(progress)
             self.reached("step", progress.step)
             if stop:
-                return Final(step=progress.step, outcome="stopped")
-        return Final(step=progress.step, outcome="finished")
+                break
+        self.saver.finish()
+        outcome = "finished" if progress.step >= self.config.run.steps else "stopped"
+        return Final(step=progress.step, outcome=outcome)
 
     def _step(self, progress: Progress) -> bool:
         begin = time.time()
@@ -107,7 +109,7 @@ class Loop:
         evaluate_s = self._evaluate(progress)
         if result.flags.save:
             self.saves_handled = self.asked.save  # also what was asked since: the save below is newer than the request
-        blocked_s = self._save(progress, result.flags)
+        blocked_s = self.saver.take_waited() + self._save(progress, result.flags)
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
         return bool(result.flags.stop)
@@ -158,7 +160,6 @@ class Loop:
             upload=upload,
             progress=progress.record(),
         )
-        self.report(SnapshotTaken(rank=self.rank, step=progress.step, upload=upload))
 
 
 def _step_done(result: StepResult, progress: Progress, *, begin: float, evaluate_s: float, blocked_s: float) -> StepDone:
