@@ -11,7 +11,7 @@ each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,20 +19,26 @@ from numpy.typing import NDArray
 
 from storage.box import Box
 from storage.errors import CoverageError, Damaged
+from storage.fetch import Batch, TileBlock, fetch, tile_blocks
 from storage.manifest import Manifest
-from storage.objects import ByteRange, ObjectStore
+from storage.objects import ObjectStore
 from storage.pack import bits_dtype, blocks, chunk_crcs, stored_crcs
-from storage.reshard import PartRead, PlannedRange, ReadLimits, ReadPlan, Span, plan_reads, rectangles
+from storage.reshard import PartRead, ReadLimits, plan_reads
 
-__all__ = ["LIMITS", "LoadReport", "Want", "load", "read_ranges", "wrong_chunks"]
+__all__ = ["LIMITS", "SCRATCH_BYTES", "LoadReport", "Progress", "Want", "block_corner", "damage", "load", "wrong_chunks"]
 
 LIMITS = ReadLimits(gap_bytes=64 << 10, max_waste=0.04, range_bytes=8 << 20)
 """Ranges of 8 MiB: s3fs answers them at half the CPU cost of larger ones, and local reads gain nothing beyond."""
 
-IN_FLIGHT_BYTES = 64 << 20
-"""What remote ranges that are fetched at the same time may hold together."""
+SCRATCH_BYTES = 8 << 20
+"""Bytes that are read before they are checked and copied: enough for a few thousand tiles, and still in the third-level cache..
+
+"""
 
 Bytes = NDArray[np.uint8]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +67,14 @@ def load(store: ObjectStore, manifest: Manifest, wants: Sequence[Want], *, prefi
         raise CoverageError(f"destinations do not fit: {'; '.join(problems[:8])}", problems=problems)
     plan = plan_reads(manifest, [(want.array, want.box) for want in wants], limits=LIMITS)
     num_chunks = 0
-    for planned, buffer in read_ranges(store, manifest, plan.ranges, prefix=prefix):
-        for span in planned.spans:
-            part = plan.parts[span.part]
-            wrong = wrong_chunks(buffer, span.position - planned.start, part, span.count)
+    for batch in fetch(store, manifest, plan.ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
+        for block in tile_blocks(batch, plan.parts):
+            part = plan.parts[block.part]
+            wrong = wrong_chunks(batch.buffer, block, part)
             if wrong:
-                raise damage(manifest, planned, part, span.position + wrong[0] * part.geometry.stride)
-            num_chunks += span.count
-            _scatter(buffer[span.position - planned.start :], span, part, [wants[i] for i in part.wants])
+                raise damage(manifest, batch, part, block.start + wrong[0] * part.geometry.stride)
+            num_chunks += math.prod(block.shape)
+            _scatter(batch.buffer, block, part, [wants[i] for i in part.wants])
     return LoadReport(plan.wanted_bytes, plan.read_bytes, len(plan.ranges), num_chunks)
 
 
@@ -83,80 +89,38 @@ def _destination_problems(manifest: Manifest, want: Want) -> list[str]:
     return [] if destination.flags.writeable else [f"{want.array}: the destination is read-only"]
 
 
-def damage(manifest: Manifest, planned: PlannedRange, part: PartRead, offset: int) -> Damaged:
-    """The error for a chunk at byte `offset` of a pack."""
-    array, pack = manifest.arrays[part.array].name, manifest.packs[planned.pack].name
+def damage(manifest: Manifest, batch: Batch, part: PartRead, position: int) -> Damaged:
+    """The error for a chunk that begins at byte `position` of a batch."""
+    number, offset = batch.origin(position)
+    array, pack = manifest.arrays[part.array].name, manifest.packs[number].name
     message = f"{array}: the chunk at byte {offset} of {pack} does not match its crc32c"
     return Damaged(message, array=array, pack=pack, offset=offset)
 
 
-def wrong_chunks(buffer: Bytes, start: int, part: PartRead, count: int) -> list[int]:
-    """Which of `count` chunks from byte `start` of a buffer do not match the crc32c behind them."""
-    crcs = chunk_crcs(buffer, start, part.geometry, count)
-    wrong: list[int] = np.flatnonzero(crcs != stored_crcs(buffer, start, part.geometry, count)).tolist()
+def wrong_chunks(buffer: Bytes, block: TileBlock, part: PartRead) -> list[int]:
+    """Which chunks of a block do not match the crc32c behind them."""
+    count = math.prod(block.shape)
+    crcs = chunk_crcs(buffer, block.start, part.geometry, count)
+    wrong: list[int] = np.flatnonzero(crcs != stored_crcs(buffer, block.start, part.geometry, count)).tolist()
     return wrong
 
 
-def read_ranges(
-    store: ObjectStore, manifest: Manifest, ranges: Sequence[PlannedRange], *, prefix: str
-) -> Iterator[tuple[PlannedRange, Bytes]]:
-    """Each range with its bytes, which are valid only until the next one is asked for."""
-    if store.capabilities.local:
-        yield from _read_local(store, manifest, ranges, prefix)
-        return
-    for batch in _batches(ranges):
-        key = prefix + manifest.packs[batch[0].pack].name
-        found = store.get_ranges(key, [ByteRange(r.start, r.stop) for r in batch])
-        for planned, data in zip(batch, found, strict=True):
-            yield planned, np.frombuffer(data, np.uint8)
+def block_corner(block: TileBlock, part: PartRead) -> tuple[int, ...]:
+    """The block's first element, in the whole array."""
+    return tuple(o + f * t for o, f, t in zip(part.box.offset, block.first, part.geometry.tile, strict=True))
 
 
-def _read_local(
-    store: ObjectStore, manifest: Manifest, ranges: Sequence[PlannedRange], prefix: str
-) -> Iterator[tuple[PlannedRange, Bytes]]:
-    """One range after the other into the same warm buffer: fresh pages cost ten times a copy."""
-    scratch = np.empty(max((r.stop - r.start for r in ranges), default=0), np.uint8)
-    for planned in ranges:
-        buffer = scratch[: planned.stop - planned.start]
-        store.get_into(prefix + manifest.packs[planned.pack].name, planned.start, buffer.data)
-        yield planned, buffer
-
-
-def _batches(ranges: Sequence[PlannedRange]) -> Iterator[list[PlannedRange]]:
-    """Ranges of one pack, together within the memory that may be in flight."""
-    batch, nbytes = list[PlannedRange](), 0
-    for planned in ranges:
-        size = planned.stop - planned.start
-        if batch and (planned.pack != batch[0].pack or nbytes + size > IN_FLIGHT_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(planned)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def span_rectangles(span: Span, part: PartRead) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The rectangles of tiles that a span is made of: byte offset from the span's start, first tile, shape in tiles."""
-    at = 0
-    for first, shape in rectangles(span.first, span.count, part.geometry.grid):
-        yield at, first, shape
-        at += math.prod(shape) * part.geometry.stride
-
-
-def _scatter(buffer: Bytes, span: Span, part: PartRead, wants: Sequence[Want]) -> None:
-    """Copy what the chunks of a span hold to every destination that wants it."""
-    tile = part.geometry.tile
-    for at, first, shape in span_rectangles(span, part):
-        corner = tuple(o + f * t for o, f, t in zip(part.box.offset, first, tile, strict=True))
-        held = Box(corner, tuple(n * t for n, t in zip(shape, tile, strict=True))).intersect(part.box)
-        for want in wants:
-            region = held.intersect(want.box) if held else None
-            if region is None:
-                continue
-            bits = bits_dtype(want.destination.dtype.itemsize)
-            tiles = part.geometry.tiles(buffer, at, shape, bits)
-            _copy(tiles, corner, tile, region, _view(want.destination.view(bits), region.relative_to(want.box)))
+def _scatter(buffer: Bytes, block: TileBlock, part: PartRead, wants: Sequence[Want]) -> None:
+    """Copy what a block of tiles holds to every destination that wants it."""
+    tile, corner = part.geometry.tile, block_corner(block, part)
+    held = Box(corner, tuple(n * t for n, t in zip(block.shape, tile, strict=True))).intersect(part.box)
+    for want in wants:
+        region = held.intersect(want.box) if held else None
+        if region is None:
+            continue
+        bits = bits_dtype(want.destination.dtype.itemsize)
+        tiles = part.geometry.tiles(buffer, block.start, block.shape, bits)
+        _copy(tiles, corner, tile, region, _view(want.destination.view(bits), region.relative_to(want.box)))
 
 
 def _view(values: NDArray[np.unsignedinteger], box: Box) -> NDArray[np.unsignedinteger]:
@@ -177,9 +141,3 @@ def _copy(
     source = tiles[tuple(slice(c, None) for c in cells)]
     for block in blocks(region.shape, tile, skip=[i % t for i, t in zip(inside, tile, strict=True)]):
         block.of(values)[...] = source[block.cells + block.inner]
-
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-__all__ += ["Progress", "ReadPlan", "damage", "span_rectangles"]

@@ -9,6 +9,7 @@ by making it again.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from storage.box import Box
 from storage.digest import MASK, digest_tiles
 from storage.errors import Damaged, FormatError, ObjectMissing
+from storage.fetch import Batch, TileBlock, fetch, tile_blocks
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.pack import PartGeometry
-from storage.reader import LIMITS, Progress, damage, read_ranges, span_rectangles, wrong_chunks
+from storage.reader import LIMITS, SCRATCH_BYTES, Progress, block_corner, damage, wrong_chunks
 from storage.reshard import PartRead, PlannedRange, Span
 from storage.zarr_view import is_reference_of, reference_files
 
@@ -75,31 +77,31 @@ class _Findings:
         self.read_bytes = 0
         self.digests: dict[str, int] = defaultdict(int)
 
-    def take(self, planned: PlannedRange, buffer: NDArray[np.uint8], parts: dict[int, PartRead]) -> None:
-        """Check one range of a pack."""
-        at, pack = planned.start, self.manifest.packs[planned.pack].name
-        for span in planned.spans:
-            self._gap(buffer, at - planned.start, span.position - planned.start, pack, planned.start)
-            self._span(planned, buffer, span, parts[span.part])
-            at = span.stop
-        self._gap(buffer, at - planned.start, planned.stop - planned.start, pack, planned.start)
-        self.read_bytes += planned.stop - planned.start
+    def take(self, batch: Batch, parts: dict[int, PartRead]) -> None:
+        """Check some ranges."""
+        for planned, start in batch.placed:
+            at, data = planned.start, batch.bytes_of(planned, start)
+            for span in planned.spans:
+                self._gap(planned, data, at, span.position)
+                at = span.stop
+            self._gap(planned, data, at, planned.stop)
+            self.read_bytes += planned.stop - planned.start
+        for block in tile_blocks(batch, parts):
+            self._block(batch, block, parts[block.part])
 
-    def _gap(self, buffer: NDArray[np.uint8], start: int, stop: int, pack: str, origin: int) -> None:
-        filled = np.flatnonzero(buffer[start:stop])
+    def _gap(self, planned: PlannedRange, data: NDArray[np.uint8], start: int, stop: int) -> None:
+        filled = np.flatnonzero(data[start - planned.start : stop - planned.start])
         if len(filled):
-            at = origin + start + int(filled[0])
+            at, pack = start + int(filled[0]), self.manifest.packs[planned.pack].name
             self.problems.append(Problem(f"byte {at} of {pack} lies between two parts and is not zero", pack=pack, offset=at))
 
-    def _span(self, planned: PlannedRange, buffer: NDArray[np.uint8], span: Span, part: PartRead) -> None:
-        start, spec = span.position - planned.start, self.manifest.arrays[part.array]
-        for number in wrong_chunks(buffer, start, part, span.count):
-            found = damage(self.manifest, planned, part, span.position + number * part.geometry.stride)
+    def _block(self, batch: Batch, block: TileBlock, part: PartRead) -> None:
+        spec = self.manifest.arrays[part.array]
+        for number in wrong_chunks(batch.buffer, block, part):
+            found = damage(self.manifest, batch, part, block.start + number * part.geometry.stride)
             self.problems.append(Problem(str(found), found.array, found.pack, found.offset))
-        for at, first, shape in span_rectangles(span, part):
-            corner = tuple(o + f * t for o, f, t in zip(part.box.offset, first, spec.tile, strict=True))
-            self.digests[spec.name] += digest_tiles(buffer, start + at, spec, corner, shape)
-        self.num_chunks += span.count
+        self.digests[spec.name] += digest_tiles(batch.buffer, block.start, spec, block_corner(block, part), block.shape)
+        self.num_chunks += math.prod(block.shape)
 
     def report(self, *, complete: bool) -> VerifyReport:
         """All of it. Digests are worth something only if everything was read."""
@@ -136,8 +138,8 @@ def verify(
         findings.problems += _size_problems(store, prefix + info.name, info.name, info.nbytes)
         ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if draw.random() < sample]
         try:
-            for planned, buffer in read_ranges(store, manifest, ranges, prefix=prefix):
-                findings.take(planned, buffer, parts)
+            for batch in fetch(store, manifest, ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
+                findings.take(batch, parts)
                 if progress:
                     progress(findings.read_bytes, manifest.nbytes)
         except (Damaged, ObjectMissing) as problem:
