@@ -8,12 +8,16 @@ off: retries are `storage.retry`'s, and a cached listing shows a store that is n
 s3fs runs one event loop in a thread of its own, which does not survive a fork: connections are made per process, on first use.
 """
 
+import asyncio
 import dataclasses
 import difflib
 import io
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from storage.errors import ConfigurationError, ObjectMissing, StorageError, Unavailable
@@ -87,7 +91,7 @@ class S3Store(ObjectStore):
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self.url = f"s3://{bucket}/{self._prefix}".rstrip("/")
         self.options = options or S3Options()
-        self._fs = PerProcess(lambda: _connect(self.options))
+        self._connection = PerProcess(lambda: _Connection(self.options))
         self._pool = PerProcess(lambda: ThreadPoolExecutor(self.options.parts.in_flight, thread_name_prefix="ftrain-s3"))
 
     def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
@@ -177,7 +181,9 @@ class S3Store(ObjectStore):
         pool = self._pool.take()
         if pool is not None:
             pool.shutdown()
-        self._fs.take()  # s3fs closes its connections when it is collected
+        connection = self._connection.take()
+        if connection is not None:
+            connection.close()
 
     def _where(self, key: str) -> Where:
         endpoint = self.options.endpoint_url or "the S3 endpoint"
@@ -206,18 +212,14 @@ class S3Store(ObjectStore):
                 follow = {"KeyMarker": page.get("NextKeyMarker"), "UploadIdMarker": page.get("NextUploadIdMarker")}
 
     def _request(self, about: str, method: str, arguments: dict[str, object], *, read_at_most: int = 0) -> dict[str, Any]:
-        import fsspec.asyn
-
-        fs = self._fs.get()
-        timeout_s = self.options.request_timeout_s
+        connection = self._connection.get()
         try:
-            answer: dict[str, Any] = fsspec.asyn.sync(fs.loop, _send, fs, method, arguments, read_at_most, timeout=timeout_s)
+            return connection.send(method, arguments, read_at_most)
         except Exception as error:
             ours = translated(error, self._where(about))
             if ours is None:
                 raise
             raise ours from (error.__cause__ or error)
-        return answer
 
 
 class _S3Upload(Upload):
@@ -257,30 +259,60 @@ class _S3Upload(Upload):
         return self._store._call(method, self._key, UploadId=self._id, **arguments)
 
 
-def _connect(options: S3Options) -> Any:
-    """An s3fs file system for this process: not shared, no retries and no cached listings of its own."""
-    try:
-        import s3fs
-    except ImportError as error:
-        raise ConfigurationError("s3:// needs the library s3fs: pip install s3fs") from error
-    client: dict[str, object] = {"region_name": options.region, "verify": options.ca_bundle}
+class _Connection:
+    """An s3fs file system of this process: not shared, no retries and no cached listings of its own.
+
+    It is of the asynchronous kind, which leaves closing to us. The other kind closes itself when it is collected or the process
+    ends, in a forked child too, and with that takes the parent's sockets out of the poll set that both share.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        try:
+            import fsspec.asyn
+            import s3fs
+        except ImportError as error:
+            raise ConfigurationError("s3:// needs the library s3fs: pip install s3fs") from error
+        self._sync = fsspec.asyn.sync
+        self._loop = fsspec.asyn.get_loop()
+        self._timeout_s = options.request_timeout_s
+        self._fs = s3fs.S3FileSystem(asynchronous=True, skip_instance_cache=True, **_arguments(options))
+        self._fs.retries = 1
+        self.close = weakref.finalize(self, _close, os.getpid(), self._sync, self._loop, self._fs)
+
+    def send(self, method: str, arguments: Mapping[str, object], read_at_most: int) -> dict[str, Any]:
+        """One request, and the answer; its body is read if it has at most `read_at_most` bytes."""
+        answer: dict[str, Any] = self._sync(
+            self._loop, _send, self._fs, method, arguments, read_at_most, timeout=self._timeout_s
+        )
+        return answer
+
+
+def _arguments(options: S3Options) -> dict[str, Any]:
+    """Our options by s3fs's names."""
+    client = {"region_name": options.region, "verify": options.ca_bundle}
     config = {"connect_timeout": 5, "read_timeout": 30, "max_pool_connections": 32, "retries": {"total_max_attempts": 1}}
-    session = {"profile": options.profile} if options.profile else {}
-    fs = s3fs.S3FileSystem(
-        skip_instance_cache=True,
-        use_listings_cache=False,
-        endpoint_url=options.endpoint_url,
-        key=options.key,
-        secret=options.secret,
-        token=options.token,
-        anon=options.anon,
-        client_kwargs={name: value for name, value in client.items() if value is not None},
-        config_kwargs={**config, **options.config_kwargs},
-        s3_additional_kwargs=dict(options.s3_additional_kwargs),
-        **session,
-    )
-    fs.retries = 1
-    return fs
+    named = {name: getattr(options, name) for name in ("endpoint_url", "key", "secret", "token", "anon", "profile")}
+    return {
+        **{name: value for name, value in named.items() if value is not None},
+        "client_kwargs": {name: value for name, value in client.items() if value is not None},
+        "config_kwargs": {**config, **options.config_kwargs},
+        "use_listings_cache": False,
+        "s3_additional_kwargs": dict(options.s3_additional_kwargs),
+    }
+
+
+def _close(pid: int, sync: Callable[..., object], loop: asyncio.AbstractEventLoop, fs: Any) -> None:
+    """Close the connections of the process that made them."""
+    client = fs._s3
+    if client is None or pid != os.getpid():
+        return
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        with suppress(OSError, TimeoutError):
+            sync(loop, client.__aexit__, None, None, None, timeout=1)
+    else:  # collected in the loop's own thread, which cannot wait for itself
+        fs._closing = running.create_task(client.__aexit__(None, None, None))
 
 
 async def _send(fs: Any, method: str, arguments: Mapping[str, object], read_at_most: int) -> dict[str, Any]:

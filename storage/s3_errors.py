@@ -27,6 +27,7 @@ _THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "Thrott
 _THROTTLED |= {"RequestLimitExceeded", "RequestThrottled", "BandwidthLimitExceeded", "503", "ServiceUnavailable", "Busy"}
 _UNAVAILABLE = {"InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "409", "408"}
 _UNAVAILABLE |= {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "IncompleteBody", "InvalidDigest"}
+_PASSING = {200, 408, 409, 500}  # 200: an error in the body of a success. 501 does not pass: the server lacks the feature
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "507"}
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _NO_BUCKET = {"NoSuchBucket", "InvalidBucketName"}
@@ -101,7 +102,7 @@ def _answered(response: Mapping[str, Any], where: Where) -> StorageError:
         return NoSpace(f"{what}. Free some space, or keep fewer checkpoints", key)
     if code in _THROTTLED or status in (429, 503):
         return Throttled(what, key)
-    if code in _UNAVAILABLE or status >= 500 or status in (200, 408, 409):  # 200: an error in the body of a success
+    if code in _UNAVAILABLE or status in _PASSING or status > 501:
         return Unavailable(what, key)
     if code in ("AccessDenied", "AllAccessDisabled", "AccountProblem") or status in (401, 403):
         advice = "The access key is valid for other things or other buckets: check its policy"
