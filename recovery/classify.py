@@ -26,6 +26,8 @@ SURVIVED = 2  # finished steps after a line that prove that it did not end the r
 STALE_S = 600.0  # a job does not outlive its own cancellation by more than this: what follows is another attempt
 HANDLED = 19  # most that a handled cause weighs: less than any time-out, more than a bare exit status
 SURVIVED_WEIGHT = 4  # of what cannot have ended this attempt: decides only if there is nothing at all
+# Confidence by weight: the outside says so, a program names the cause, an exception, a time-out, fall-out, a bare status.
+_CONFIDENCE = ((90, 0.97), (70, 0.9), (50, 0.8), (35, 0.65), (20, 0.45), (10, 0.3), (0, 0.2))
 T = TypeVar("T")
 SHOWN = 4  # lines of evidence in a verdict
 
@@ -249,12 +251,12 @@ def _left_in_order(case: Evidence, reader: Reader) -> bool:
 
 
 def _confidence(best: _Match, matches: Sequence[_Match]) -> float:
-    """From the weight; less if something of another kind weighs nearly as much, or the line was demoted."""
-    confidence = min(best.weight, 98) / 100
+    """How often such a verdict is right: by who says it, less if something of another kind weighs nearly as much."""
+    confidence = next(value for least, value in _CONFIDENCE if best.weight >= least)
     rivals = [m for m in matches if m.signature.class_ != best.signature.class_ and best.weight - m.weight < 6]
     if rivals:
         confidence -= 0.15
-    return round(max(0.05, confidence * (0.6 if best.why_less else 1.0)), 2)
+    return round(confidence * (0.5 if best.why_less else 1.0), 2)
 
 
 def _reason(best: _Match, rank: int | None) -> str:

@@ -153,7 +153,8 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=
 
     def without_source(self, source: str) -> Table:
         """The table without what is known from this one source only."""
-        return replace(self, signature=tuple(s for s in self.signature if set(s.sources) != {source}))
+        kept = tuple(signature for signature in self.signature if set(signature.sources) != {source})
+        return replace(self, signature=kept) if len(kept) < len(self.signature) else self
 
     def _patterns(self) -> Iterable[tuple[str, Iterable[str]]]:
         yield from ((s.name, (*s.patterns, s.context, s.not_from)) for s in self.signature)

@@ -7,6 +7,7 @@ The very code that the supervisor runs, on a file: to check a verdict, to try a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,7 @@ SHOWN = 8  # lines considered and discarded that the text form shows
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each case.")
-@click.option(
-    "--explain", "with_reasons", is_flag=True, help="Also which lines were weighed, and which were discarded and why."
-)
+@click.option("--explain", "with_reasons", is_flag=True, help="Also which lines were weighed, and which discarded and why.")
 @click.option(
     "--signatures",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -53,7 +52,7 @@ def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatu
 
 def read_cases(file: Path) -> Iterator[Evidence]:
     """The cases of a file: one JSON object, a JSON array, or one object a line."""
-    data = click.get_text_stream("stdin").read().encode() if str(file) == "-" else file.read_bytes()
+    data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     whole = data.strip()
     if whole.startswith(b"["):
         yield from msgspec.json.decode(whole, type=list[Evidence])
