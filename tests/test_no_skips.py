@@ -29,7 +29,7 @@ MODULE = "import pytest\npytest.importorskip('no_such_library')\n"
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("1", {"passed": 1, "failed": 2, "skipped": 1, "xfailed": 1, "error": 1}),
+        ("1", {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1, "errors": 2}),
         ("", {"passed": 1, "skipped": 4, "xfailed": 1}),
     ],
     ids=["CI", "newcomer"],
