@@ -12,10 +12,11 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +43,19 @@ def interleaved(cases: Mapping[str, Callable[[int], float]], rounds: int) -> dic
         for name in names[first:] + names[:first]:
             seconds[name].append(cases[name](number))
     return seconds
+
+
+class Elapsed(NamedTuple):
+    """Seconds on the clock, and of processor time of the calling thread: the latter says more on a busy machine."""
+
+    wall: float
+    cpu: float
+
+
+def stopwatch() -> Callable[[], Elapsed]:
+    """Started now; each call tells what has elapsed."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    return lambda: Elapsed(time.perf_counter() - wall, time.thread_time() - cpu)
 
 
 def median(values: Iterable[float]) -> float | None:

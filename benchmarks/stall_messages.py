@@ -47,6 +47,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """Rank to parent: the seconds the training loop was blocked, and for our own save the digests of the live state."""
 
     seconds: float
+    cpu_seconds: float
     digests: dict[str, str] = {}
 
 

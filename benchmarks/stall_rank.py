@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import Elapsed, stopwatch
 from benchmarks.peers import dcp
 from benchmarks.stall_messages import ForKeeper, FromParent, Leave, Measured, RankArgs, Up
 from ftrain.checkpoint.arena import ArenaSlot
@@ -73,16 +73,16 @@ class OurSave:
             announce=lambda name: link.send(ForKeeper(payload=encode(SnapshotReady(slot=name)))),
         )
 
-    def __call__(self, number: int) -> float:
+    def __call__(self, number: int) -> Elapsed:
         """One step of training, then the save as the loop does it."""
         engine = self._engine
         step = engine.train_step(step=engine.step + 1, first_sequence=engine.step * self._batch).step
         self._saver.wait_until_free(upload=True)
         dist.barrier()
-        begin = time.perf_counter()
+        elapsed = stopwatch()
         pieces = [piece for piece in engine.pieces() if piece.owner]
         self._saver.save(pieces, step=step, upload=True, progress={"step": step})
-        return time.perf_counter() - begin
+        return elapsed()
 
     def digests(self) -> dict[str, str]:
         """This rank's share of the digest of every array of the live state, computed from the live tensors."""
@@ -101,12 +101,12 @@ class Memcpy:
         self._from, self._to = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
         self(0)
 
-    def __call__(self, number: int) -> float:
+    def __call__(self, number: int) -> Elapsed:
         """One copy."""
         dist.barrier()
-        begin = time.perf_counter()
+        elapsed = stopwatch()
         np.copyto(self._to, self._from)
-        return time.perf_counter() - begin
+        return elapsed()
 
 
 def stored(piece: StatePiece) -> torch.Tensor:
@@ -144,12 +144,13 @@ def main(argv: list[str]) -> int:
     nbytes = sum(tensor.nbytes for tensor in state.values())
     group = dist.new_group(list(range(args.world)))
     assert isinstance(group, dist.ProcessGroup)
-    cases: dict[str, Callable[[int], float]] = {"ours": ours, "memcpy": Memcpy(nbytes)}
+    cases: dict[str, Callable[[int], Elapsed]] = {"ours": ours, "memcpy": Memcpy(nbytes)}
     cases |= {f"dcp_{form}": dcp.AsyncSave(form, state, Path(args.folder), group) for form in dcp.FORMS}
     link.send(Up(logical_nbytes=nbytes, parameters=nbytes // 14))
     while (frame := link.receive()) is not None and not isinstance(frame.message, Leave):
-        seconds = cases[frame.message.case](frame.message.number)
-        link.send(Measured(seconds=seconds, digests=ours.digests() if frame.message.case == "ours" else {}))
+        wall, cpu = cases[frame.message.case](frame.message.number)
+        digests = ours.digests() if frame.message.case == "ours" else {}
+        link.send(Measured(seconds=wall, cpu_seconds=cpu, digests=digests))
     link.drain(10)
     dist.destroy_process_group()
     return 0

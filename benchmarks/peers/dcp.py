@@ -9,7 +9,6 @@ the plan.
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+from benchmarks.common import Elapsed, stopwatch
 
 FORMS = ("thread", "thread_kept_stager", "process", "process_kept_stager")
 
@@ -32,13 +33,13 @@ class AsyncSave:
         self._state, self._folder, self._group = state, folder / form, group
         self._nbytes = sum(tensor.nbytes for tensor in state.values())
 
-    def __call__(self, number: int) -> float:
-        """Save, wait until it is stored, and return the seconds until the state might have been changed again."""
+    def __call__(self, number: int) -> Elapsed:
+        """Save, wait until it is stored, and return the time until the state might have been changed again."""
         path = self._folder / str(number)
         for tensor in self._state.values():
             tensor.view(-1)[0] = number
         dist.barrier()
-        begin = time.perf_counter()
+        elapsed = stopwatch()
         future = async_save(
             self._state,
             checkpoint_id=path,
@@ -46,14 +47,14 @@ class AsyncSave:
             async_checkpointer_type=self._type,
             async_stager=self._stager,
         )
-        seconds = time.perf_counter() - begin
+        blocked = elapsed()
         assert not isinstance(future, AsyncSaveResponse), "that is what a stager with a thread of its own returns"
         future.result()
         self._check(path, whole=number == 0)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path)
-        return seconds
+        return blocked
 
     def _check(self, path: Path, *, whole: bool) -> None:
         """That it has written what it was given: all bytes, and if `whole` the right ones."""
