@@ -1,6 +1,9 @@
 """Anyone can read a checkpoint: the same index once more, as an fsspec reference file that shows a Zarr v3 group.
 
-    zarr.open_group("reference::s3://bucket/run/checkpoints/step-00001000/e0004-a0007.zarr.json", mode="r")
+    zarr.open_group("reference::/runs/a/checkpoints/step-00001000/e0004-a0007.zarr.json", mode="r")
+    zarr.open_group("reference::s3://...zarr.json", mode="r", storage_options={"remote_options": {"asynchronous": True}})
+
+(zarr and fsspec want to be told that the store behind a remote reference is asynchronous; `open_zarr` does it.)
 
 A chunk in a pack is exactly what Zarr's `bytes` and `crc32c` codecs make, so the references point straight into the packs and
 stock zarr checks every checksum. Three things need care:
@@ -165,7 +168,9 @@ def open_zarr(url: str, *, storage_options: dict[str, Any] | None = None) -> zar
     for key, content in view["refs"].items():
         if key.endswith("zarr.json"):
             view["refs"][key] = _text(_as_bfloat16(decode_json(content.encode(), dict[str, Any], key=key)))
-    options = {"fo": view, **(storage_options or {})}
+    given = storage_options or {}
+    remote_options = {"asynchronous": True, **given.get("remote_options", {})}
+    options = {"fo": view, **given, "remote_options": remote_options}
     return zarr.open_group("reference://", mode="r", storage_options=options)
 
 

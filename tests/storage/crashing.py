@@ -1,41 +1,11 @@
-"""A process that dies: a store whose k-th change raises, before or after it took effect; and a store with a clock of ours."""
+"""A process that dies at every possible point, and a store with a clock of ours."""
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from storage.memory import MemoryStore
 from storage.objects import Bytes, ObjectInfo, ObjectStore
-from storage.wrapper import WrappingStore
-
-
-class Died(BaseException):
-    """Not an Exception: no handler of ours may survive it."""
-
-
-class DyingStore(WrappingStore):
-    """Raises Died at change number `at` (from 0), and at every later one. Reading changes nothing and is not counted."""
-
-    def __init__(self, inner: ObjectStore, at: int, *, after: bool) -> None:
-        super().__init__(inner)
-        self.at, self.after, self.changes = at, after, 0
-
-    def put(self, key: str, data: Bytes) -> None:
-        self._change(lambda: self.inner.put(key, data))
-
-    def create(self, key: str, data: bytes) -> bool:
-        won: list[bool] = []
-        self._change(lambda: won.append(self.inner.create(key, data)))
-        return won[0]
-
-    def delete(self, key: str) -> None:
-        self._change(lambda: self.inner.delete(key))
-
-    def _change(self, act: Callable[[], object]) -> None:
-        number, self.changes = self.changes, self.changes + 1
-        if number > self.at or (number == self.at and not self.after):
-            raise Died
-        act()
-        if number == self.at:
-            raise Died
+from storage.testing import Crash, CrashingStore
 
 
 class ClockStore(MemoryStore):
@@ -68,3 +38,24 @@ class ClockStore(MemoryStore):
             twin.put(key, data)
             twin._times[key] = self._times[key]
         return twin
+
+
+def crash_everywhere(before: ClockStore, act: Callable[[ObjectStore], object]) -> list[ClockStore]:
+    """What is left when `act` dies before or after each of its operations, and at last where it does not.
+
+    After an operation that itself failed (an object that is rightly missing) there is no dying.
+    """
+    left, whole = [], before.copy()
+    counting = CrashingStore(whole)
+    act(counting)
+    moments: tuple[Literal["before", "after"], ...] = ("before", "after")
+    for at in range(len(counting.operations)):
+        for when in moments:
+            store = before.copy()
+            try:
+                act(CrashingStore(store, at=at, when=when))
+            except Crash:
+                left.append(store)
+            else:
+                assert when == "after", f"it survived operation {at}: {counting.operations[at]}"
+    return [*left, whole]
