@@ -154,7 +154,7 @@ class Agent:
 
     def _check_lease(self) -> None:
         silent_s = time.monotonic() - self._contact
-        if silent_s > self.spec.lease_s:
+        if silent_s > self.spec.lease_s and not self.leaving:
             self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {self.spec.lease_s:g} s")
 
     # children

@@ -34,7 +34,7 @@ from recovery.messages import (
     WorkerHello,
     WorkerToKeeper,
 )
-from recovery.wire import Channel
+from recovery.wire import Channel, close_all
 
 OOM_SCORE_ADJ = 500
 SEND_LIMIT_S = 600.0
@@ -65,8 +65,10 @@ class WorkerContext:
         self.epoch = fork.epoch
         self.args = fork.args
         self.error_file = Path(fork.error_file)
-        self.heartbeat = HeartbeatWriter(fds.pop("heartbeat"), fork.index, rank=fork.rank, attempt=fork.attempt)
-        self.control = ControlReader(fds.pop("control"))
+        page, control = fds.pop("heartbeat"), fds.pop("control")
+        self.heartbeat = HeartbeatWriter(page, fork.index, rank=fork.rank, attempt=fork.attempt)
+        self.control = ControlReader(control)
+        close_all((page, control))  # mapped; the mappings hold what they need
         self.listener_fd: int | None = fds.pop("listener", None)
         """Listening TCP socket of the rendezvous, only in rank 0; its port is `args["port"]` in every rank."""
         self.fds = fds

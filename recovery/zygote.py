@@ -74,6 +74,7 @@ def fork_worker(request: Fork, fds: Sequence[int], agent: Channel[Fork]) -> Fork
     try:
         middle = os.fork()
         if middle == 0:
+            os.close(reader)
             _middle(request, fds, agent, writer)
         os.close(writer)
         writer = -1
