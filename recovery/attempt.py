@@ -3,6 +3,9 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -80,6 +83,13 @@ class Attempt:
         """A worker said that it is about to end."""
         self.failing[rank] = error
         self.changed = time.monotonic()
+
+    def kill_groups(self) -> None:
+        """End what the workers of a dead agent started: the kernel ended the workers, but not their children."""
+        for worker in self.workers.values():
+            if worker.pid > 0 and not worker.ended:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)
 
     def lost(self) -> None:
         """Their agent is dead, and so are they."""

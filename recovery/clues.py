@@ -22,6 +22,7 @@ from recovery.messages import CollectEvidence, EvidenceCollected
 
 LIMIT_S = 0.8
 STACKS_S = 0.3
+UNBORN_BYTES = 16 * 1024
 
 
 class Clues:
@@ -56,9 +57,13 @@ class Clues:
     def _sources(self, crew: Crew) -> dict[str, Source]:
         ranks = [*crew.order, *(rank for rank in crew.workers if rank not in crew.order)]
         logs = {rank: paths.rank_log(self._folder, crew.attempt, rank) for rank in ranks}
+        unborn = {
+            rank: paths.process_log(self._folder, "zygote") for rank, it in crew.workers.items() if it.ended and not it.pid
+        }
         errors = {rank: paths.error_file(self._folder, crew.attempt, rank) for rank in ranks}
         return {
             "logs": lambda: log_tails(logs),
+            "zygote's log": lambda: log_tails(dict(list(unborn.items())[:1]), max_bytes=UNBORN_BYTES),
             "error files": lambda: _unsaid(error_files(errors), logs),
             "memory cgroup": crew.oom.source,
             "file systems": lambda: filesystem_state([str(self._folder)]),

@@ -367,6 +367,7 @@ class Coordinator:
         attempt = self.desk.attempt
         if attempt is None:
             return Evidence(exit={"agent": status}, scheduler=(line,))
+        attempt.kill_groups()
         attempt.lost()
         return attempt.complete(Evidence(), (line,), self.spec.node)
 

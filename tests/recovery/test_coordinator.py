@@ -134,6 +134,18 @@ def test_dead_agent_takes_its_node_along_and_the_run_starts_over(tmp_path):
         assert run.agent_pid() != old
 
 
+def test_children_of_workers_end_with_the_agent_too(tmp_path):
+    with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="fork", step=2, rank=1),)) as run:
+        run.start()
+        run.worker_pids()
+        wait_until(lambda: last_step(run) >= 4, "steps")
+        members = run.members()
+        assert len(members) == 5  # agent, zygote, two workers, a child of one
+        os.kill(run.agent_pid(), signal.SIGKILL)
+        wait_until(lambda: all(gone(pid) for pid in members), "no orphan")
+        wait_until(lambda: len(run.events(AttemptStarted)) == 2, "the second attempt")
+
+
 def test_dead_coordinator_is_respawned_and_readopts_the_same_workers(tmp_path):
     with toy_run(tmp_path, steps=ENDLESS) as run:
         parent = run.start("parent")

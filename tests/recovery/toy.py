@@ -104,6 +104,10 @@ def fail(how: str) -> None:
         case "hang":
             while True:
                 signal.pause()
+        case "fork":
+            if os.fork() == 0:
+                while True:
+                    signal.pause()
         case "leave child":
             reader, writer = os.pipe()
             if os.fork() == 0:
