@@ -41,7 +41,7 @@ class ObjectStoreContract:
 
     def make_store(self, tmp_path: Path) -> ObjectStore:
         """An empty store of the backend under test."""
-        raise NotImplementedError
+        pytest.fail(f"{type(self).__name__} must say how its store is made: override make_store")
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[ObjectStore]:

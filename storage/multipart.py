@@ -17,10 +17,10 @@ __all__ = ["PartShape", "stream_parts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartShape:
-    """How a stream is cut, and how much of it is in memory: at most `part_bytes` * (`in_flight` + 1) for the first 16 GiB."""
+    """How a stream is cut, and how much of it is in memory: at most `in_flight` + 1 parts and the client's copies of them."""
 
-    part_bytes: int = 16 * 2**20
-    """Size of all parts but the last: at least 5 MiB. From part 1,001 on 8 times as large, because S3 takes only 10,000."""
+    part_bytes: int = 8 * 2**20
+    """Size of the first 1,000 parts: at least 5 MiB. It doubles every 1,000, because S3 takes 10,000 parts and 5 TiB."""
     in_flight: int = 4
     """Parts that are sent at the same time."""
 
@@ -30,7 +30,7 @@ class PartShape:
 
     def size_of(self, number: int) -> int:
         """Bytes of part `number` (from 1) unless it is the last."""
-        return self.part_bytes if number <= 1000 else 8 * self.part_bytes
+        return int(self.part_bytes << (number - 1) // 1000)
 
 
 def stream_parts(

@@ -254,7 +254,7 @@ def check_store(store: ObjectStore) -> None:
     """Write, read, create and delete a small probe object, so that a store that cannot work says so before the first step."""
     probe = store.quick()
     token = uuid.uuid4().hex
-    keys = [f"probe/{token}-{what}" for what in ("put", "create")]
+    keys = [f"probe-{token}-{what}" for what in ("put", "create")]
     data = token.encode()
     try:
         probe.put(keys[0], data)
@@ -264,7 +264,7 @@ def check_store(store: ObjectStore) -> None:
             )
         if not probe.create(keys[1], data) or probe.create(keys[1], b"second"):
             raise StorageError(f"{store.url} does not keep create-if-absent; a commit needs it", keys[1])
-        next(probe.list("probe/"), None)
+        next(probe.list("probe-"), None)
     finally:
         for key in keys:
             _delete_quietly(probe, key)

@@ -8,7 +8,6 @@ is raised at once.
 """
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,14 +94,15 @@ class RetryingStore(WrappingStore):
         *,
         shape: PartShape | None = None,
         piece_bytes: int = 8 * 2**20,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         super().__init__(inner)
         self.policy = policy
         self.stats = RetryStats()
         self._shape = shape or PartShape()
         self._piece_bytes = piece_bytes
-        self._sleep = sleep
+        self._closed = threading.Event()
+        self._sleep = sleep or self._closed.wait  # `close` ends the waits, so that a process can end while its store is away
         self._pool = PerProcess(lambda: ThreadPoolExecutor(self._shape.in_flight, thread_name_prefix="ftrain-store"))
 
     def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
@@ -179,11 +179,14 @@ class RetryingStore(WrappingStore):
         return self._try(lambda: self.inner.sweep_unfinished(older_than_s=older_than_s))
 
     def quick(self) -> ObjectStore:
-        quick = RetryingStore(self.inner.quick(), QUICK, shape=self._shape, piece_bytes=self._piece_bytes, sleep=self._sleep)
+        quick = RetryingStore(self.inner.quick(), QUICK, shape=self._shape, piece_bytes=self._piece_bytes)
+        quick._closed, quick._sleep = self._closed, self._sleep
         quick.stats = self.stats
         return quick
 
     def close(self) -> None:
+        """Let go of connections; what is being retried gives up now. May be called from another thread."""
+        self._closed.set()
         pool = self._pool.take()
         if pool is not None:
             pool.shutdown()
@@ -206,7 +209,7 @@ class RetryingStore(WrappingStore):
     def _try(self, call: Callable[[], T]) -> T:
         """The result of `call`, or the last error it raised, which says how long it was tried."""
         return Retrying(
-            sleep=self._sleep,
+            sleep=self._wait,
             stop=self._must_stop,
             wait=self._wait_s,
             retry=retry_if_exception_type(Unavailable),
@@ -216,12 +219,19 @@ class RetryingStore(WrappingStore):
 
     def _must_stop(self, state: RetryCallState) -> bool:
         tries = self.policy.backoff(_error(state)).attempts
-        return state.attempt_number >= tries or (state.seconds_since_start or 0.0) >= self.policy.deadline_s
+        return (
+            self._closed.is_set()
+            or state.attempt_number >= tries
+            or (state.seconds_since_start or 0.0) >= self.policy.deadline_s
+        )
 
     def _wait_s(self, state: RetryCallState) -> float:
         backoff = self.policy.backoff(_error(state))
         left_s = self.policy.deadline_s - (state.seconds_since_start or 0.0)
         return min(wait_random_exponential(multiplier=backoff.first_s, max=backoff.most_s)(state), max(left_s, 0.0))
+
+    def _wait(self, seconds: float) -> None:
+        self._sleep(seconds)
 
     def _count(self, state: RetryCallState) -> None:
         self.stats.count(_error(state), state.upcoming_sleep)

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
@@ -252,11 +253,29 @@ def test_a_stream_without_parts_is_retried_if_it_can_be_read_again(waits: list[f
         store.put_stream("k", iter([b"a", b"b"]))
 
 
-def test_parts_grow_so_that_ten_thousand_hold_a_terabyte() -> None:
+def test_parts_grow_so_that_ten_thousand_hold_the_largest_object() -> None:
     shape = PartShape()
-    assert sum(shape.size_of(number) for number in range(1, 10_001)) > 10**12
+    assert sum(shape.size_of(number) for number in range(1, 10_001)) >= 5 * 2**40
+    assert (shape.size_of(1000), shape.size_of(1001)) == (8 * MIB, 16 * MIB)
     with pytest.raises(ValueError, match="5 MiB"):
         PartShape(part_bytes=MIB)
+
+
+def test_closing_ends_the_waits() -> None:
+    started = threading.Event()
+
+    class Away(InterceptingStore):
+        def around(self, operation: str, key: str, call: Callable[[], T]) -> T:
+            started.set()
+            raise Throttled("away")
+
+    store = RetryingStore(Away(MemoryStore()), PATIENT)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(store.put, "k", b"v")
+        started.wait()
+        store.close()
+        with pytest.raises(Throttled, match="away"):
+            future.result()
 
 
 def test_the_quick_view_shares_the_counts(waits: list[float]) -> None:
