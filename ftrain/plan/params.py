@@ -39,15 +39,15 @@ def layer_matrices(setup: Setup) -> int:
 
 
 def vocabulary_rows(setup: Setup) -> int:
-    """Rows of the embedding (and of the head) on the first TP rank: the vocabulary is cut in whole tiles."""
-    model, tp = setup.config.model, setup.mesh.tp
-    if tp <= 16 and model.vocab % tp == 0:
-        return model.vocab // tp  # the tile divides every such cut
-    from storage.grid import tp_tile
+    """Rows of the embedding (and of the head) on the first TP rank: the vocabulary is cut in whole units of rows."""
+    vocab, tp = setup.config.model.vocab, setup.mesh.tp
+    if tp in (1, 2, 4, 8, 16) and vocab % tp == 0:
+        return vocab // tp  # even cuts are promised where there are some; this spares the import
+    from ftrain.parallel.layout import vocabulary_unit
 
-    tile = tp_tile(model.vocab, element_bytes=4 * model.hidden)
-    tiles = -(-model.vocab // tile)
-    return min(model.vocab, -(-tiles // tp) * tile)
+    unit = vocabulary_unit(vocab)
+    units = -(-vocab // unit)
+    return min(vocab, -(-units // tp) * unit)
 
 
 def shards(setup: Setup) -> tuple[Shard, ...]:

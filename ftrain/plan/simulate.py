@@ -98,6 +98,8 @@ class Simulation:
         self._returns: list[float] = []
         self._restored = 0
         self._commit = 0
+        self._copying = False
+        """Whether the time ended within a save, which then is not complete."""
         saving_s = rules.every_steps * rules.step_s
         behind = max(1, ceil(rules.upload_s / saving_s)) if saving_s else 1
         self._every = rules.every_steps * behind  # one upload at a time: a slow store skips saves
@@ -128,12 +130,17 @@ class Simulation:
             if spent < left:
                 self._phases.insert(0, (bucket, left - spent))
         while self._now < until and not self._phases:
+            self._welcome()
             before = self._speed()
             self._train(min([until, *self._returns]))
-            self._returns = [t for t in self._returns if t > self._now]
+            self._welcome()
             if self._speed() > before:  # a machine came back: a planned resize, at a step boundary
                 self._phases = [("restarting", self._rules.restart_s), ("loading", self._rules.load_memory_s)]
                 self._advance(until)
+
+    def _welcome(self) -> None:
+        """Machines whose repair has ended are there again."""
+        self._returns = [t for t in self._returns if t > self._now]
 
     def _speed(self) -> float:
         rules = self._rules
@@ -152,8 +159,10 @@ class Simulation:
         self._out.step += steps
         self._spend("productive", steps * rules.step_s)
         self._spend("slowed", steps * (step_s - rules.step_s))
-        self._spend("saving", saves * rules.stall_s)
-        self._spend("repeated", until - self._now)
+        left = until - self._now
+        self._copying = saves * rules.stall_s > left
+        self._spend("saving", min(saves * rules.stall_s, left))
+        self._spend("repeated", max(0.0, until - self._now))
 
     def _steps_in(self, available: float, step_s: float) -> tuple[int, int]:
         """(steps, saves) that fit into a time; a save follows every multiple of the interval."""
@@ -221,7 +230,8 @@ class Simulation:
             self._commit = self._kept_before(max(0, step - floor(onset / rules.step_s)))
             return "storage", self._commit
         if rules.snapshot_steps and failure.class_ not in HOST_LOST:
-            return "memory", max(self._restored, step // rules.snapshot_steps * rules.snapshot_steps)
+            newest = step // rules.snapshot_steps - (1 if self._copying else 0)
+            return "memory", max(self._restored, newest * rules.snapshot_steps)
         return "storage", self._committed(step)
 
     def _committed(self, step: int) -> int:

@@ -130,6 +130,19 @@ def answer(setup: Setup, question: Question) -> Answer:
         command="simulate",
         title=f"{question.days:g} days of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
+        warnings=_short_memory(setup, how),
+    )
+
+
+def _short_memory(setup: Setup, how: Rules) -> tuple[str, ...]:
+    """Corruption that is noticed late needs checkpoints from before it."""
+    last = max((policy.n for policy in setup.config.checkpoint.retention if isinstance(policy, KeepLast)), default=0)
+    reach = last * how.every_steps * how.step_s
+    if not last or reach >= how.corruption_s:
+        return ()
+    return (
+        f"the last {last} checkpoints reach back {seconds(reach)}; corruption noticed after {seconds(how.corruption_s)} rolls "
+        "back further, to what else retention keeps: keep more, or save less often",
     )
 
 

@@ -1,0 +1,200 @@
+"""The command line of the planner: light, complete with reasons, honest exit codes, pictures that parse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from founding import ROOT, A, B, ask
+from pictures import FOLDER, pictures
+
+from ftrain.cli.plan import plan
+from ftrain.plan import figure, profile
+
+COMMANDS = {
+    "memory": A,
+    "schedule": A,
+    "traffic": A,
+    "time": f"{A} --achieved 400 --against parallel.pp=16",
+    "checkpoint": A,
+    "search": A,
+    "explain": f"{A} --rank 7",
+    "simulate": f"{A} --days 5",
+}
+
+
+def test_all_commands_of_the_contract_are_there() -> None:
+    assert set(plan.commands) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_number_says_how_it_came_about(name: str) -> None:
+    reply = ask(f"plan {name} {COMMANDS[name]}")
+    for key, entry in reply.data["figures"].items():
+        assert entry["formula"], key
+        assert entry["source"], key
+        assert entry["text"], key
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_text_and_explanation_are_printed(name: str) -> None:
+    arguments = [word.replace("configs/", f"{ROOT}/configs/") for word in COMMANDS[name].split()]
+    short = CliRunner().invoke(plan, [name, *arguments])
+    long = CliRunner().invoke(plan, [name, *arguments, "--explain"])
+    assert short.exit_code == long.exit_code == 0, short.output
+    assert "source:" not in short.stdout
+    assert "source:" in long.stdout
+    assert len(short.stdout.splitlines()) < len(long.stdout.splitlines())
+
+
+def test_the_planner_imports_no_torch_and_no_zarr() -> None:
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from ftrain.cli.plan import plan\n"
+        "for name, more in (('memory', []), ('search', ['--top', '1']), ('explain', []), ('simulate', ['--days', '1'])):\n"
+        "    common = ['--hardware', 'h100', '--recompute', 'full']\n"
+        f"    result = CliRunner().invoke(plan, [name, {str(ROOT / 'configs/llama3-8b.toml')!r}, *common, *more])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "found = {'torch', 'zarr', 's3fs', 'fsspec'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["memory", "none.toml"], "cannot be read"),
+        (["memory", "CONFIG", "--hardware", "h900"], "give one of a100, b200, h100"),
+        (["memory", "CONFIG", "--set", "parallel.tp=3"], "a divisor of model.heads"),
+        (["memory", "CONFIG", "--sharding", "hfsdp", "--inner", "3"], "wanted a divisor of DP = 64"),
+        (["schedule", "CONFIG", "--schedule", "2f2b"], "no schedule is called '2f2b'"),
+        (["schedule", "CONFIG", "--stages", "64", "--microbatches", "512", "--svg", "x.svg"], "fewer --microbatches"),
+        (["explain", "CONFIG", "--rank", "64"], "ranks 0 to 63"),
+        (["explain", "CONFIG", "--place", "0,0"], "wanted STAGE,CARD,REPLICA"),
+        (["explain", "CONFIG", "--place", "1,0,0"], "pp = 1: this mesh has 1"),
+        (["simulate", "CONFIG", "--lengths", "4:1"], "give --set parallel.cp=2"),
+        (["simulate", "CONFIG", "--lengths", "4:x", "--set", "parallel.cp=2"], "wanted LENGTH:COUNT"),
+        (["simulate", "CONFIG", "--lengths", "9000", "--set", "parallel.cp=2"], "more than data.seq_len"),
+        (["simulate", "CONFIG", "--hardware", "laptop"], "names no peak"),
+    ],
+)
+def test_what_is_wrong_is_said_and_ends_with_the_config_code(arguments: list[str], message: str) -> None:
+    config = str(ROOT / "configs/llama3-8b.toml")
+    result = CliRunner().invoke(plan, [config if word == "CONFIG" else word for word in arguments])
+    text = result.stdout + result.stderr
+    assert message in text, text
+    assert result.exit_code == 3
+
+
+def test_without_hardware_the_assumption_is_said() -> None:
+    result = CliRunner().invoke(plan, ["memory", str(ROOT / "configs/demo.toml")])
+    assert "laptop assumed" in result.stderr
+    result = CliRunner().invoke(plan, ["memory", str(ROOT / "configs/llama3-8b.toml")])
+    assert "h100 assumed" in result.stderr
+
+
+def test_the_pictures_in_the_docs_are_fresh_and_parse() -> None:
+    for name, svg in pictures().items():
+        assert (FOLDER / name).read_text(encoding="utf-8") == svg, "run: python tests/plan/pictures.py"
+        ET.fromstring(svg)
+
+
+def test_schedule_files_are_the_simulated_schedule(tmp_path: Path) -> None:
+    svg, trace = tmp_path / "chart.svg", tmp_path / "chart.json"
+    config = str(ROOT / "configs/llama3-405b.toml")
+    files = ["--svg", str(svg), "--perfetto", str(trace)]
+    result = CliRunner().invoke(
+        plan, ["schedule", config, "--stages", "4", "--microbatches", "8", "--schedule", "zb-v", *files]
+    )
+    assert result.exit_code == 0, result.output
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 8 * 8 * 3  # stages x micro-batches x (forward, input, weight)
+    assert {event["cat"] for event in events} == {"forward", "backward_input", "backward_weight"}
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx((3 * 8 + 1.5) * 1000)
+    bars = [bar for bar in ET.fromstring(svg.read_text()).iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
+    assert len(bars) == len(events) + 4  # and the idle ground of each rank
+
+
+def test_search_ranks_what_fits_and_places_the_config() -> None:
+    reply = ask(f"plan search {B} --top 100")
+    rows = reply.rows("layouts")
+    rates = [float(entry["tokens/s"].replace(",", "")) for entry in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert all(float(entry["peak"].split()[0]) <= 80 for entry in rows)
+    assert all(entry["tp"] * entry["cp"] * entry["pp"] * entry["dp"] == 16384 and entry["tp"] <= 8 for entry in rows)
+    assert "TP8 x CP1 x PP16 x DP128 = 16,384, is number" in reply.said
+    dropped = sum(entry["layouts"] for entry in reply.rows("dropped"))
+    assert reply.value("tried") == dropped + reply.value("fitting")
+
+
+def test_search_refuses_what_cannot_fit() -> None:
+    reply = ask(
+        "plan search configs/llama3-405b.toml --hardware h100 --set parallel.ranks=16 --set parallel.pp=1 --set parallel.tp=8"
+    )
+    assert reply.code == 3
+    assert "no layout of 16 ranks on h100 fits" in reply.said
+
+
+def test_a_save_that_comes_too_late_is_refused() -> None:
+    base = f"plan checkpoint {B} --stall 5 --store-gb-s 100"
+    assert ask(f"{base} --left 30").code == 3
+    assert "would not be committed" in ask(f"{base} --left 30").said
+    assert ask(f"{base} --left 300").code == 0
+    assert ask(base).value("upload_s") == pytest.approx(ask(base).value("size") / 100e9)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (Fraction(78125, 10000), None, "7.8125"),
+        (Fraction(1, 3), None, "0.333"),
+        (10_485_760, None, "10,485,760"),
+        (0.123456789, None, "0.123457"),
+        (Fraction(2, 3), 1, "0.7"),
+        (-5, None, "-5"),
+    ],
+)
+def test_numbers_are_printed_exactly(value: Fraction | float, digits: int | None, text: str) -> None:
+    assert figure.decimal(value, digits=digits) == text
+
+
+def test_sizes_and_times_are_printed_for_people() -> None:
+    assert figure.size(48_046_875_000) == "48.046875 GB"
+    assert figure.size(-1500) == "-1.5 kB"
+    assert figure.size(12) == "12 B"
+    assert figure.seconds(0.9996) == "1000 ms" or figure.seconds(0.9996) == "1,000 ms"
+    assert figure.seconds(3010 * 31_557_600) == "3,010 years"
+    assert figure.seconds(5.5e-6) == "5.50 us"
+
+
+def test_answers_name_the_figures_they_have() -> None:
+    answer = figure.Answer(command="x", title="x", sections=())
+    with pytest.raises(KeyError, match="no figure 'y'"):
+        answer.figure("y")
+
+
+@pytest.mark.parametrize("name", profile.names())
+def test_profiles_are_plausible(name: str) -> None:
+    found = profile.load(name)
+    assert found.link_gb_s >= found.nic_gb_s
+    assert [tier.gpus for tier in found.tiers] == sorted(tier.gpus for tier in found.tiers)
+    assert {"gpu", "server", "network", "assumed"} <= set(found.sources)
+    assert found.gpu.sparse_bf16_tflops in (0, pytest.approx(2 * found.gpu.dense_bf16_tflops, rel=0.01))
+
+
+def test_a_profile_of_ones_own_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text((profile.FOLDER / "h100.toml").read_text().replace('name = "h100"', 'name = "mine"'))
+    assert profile.load(str(path)).name == "mine"
+    path.write_text(path.read_text().replace("memory_gb =", "memory_gib ="))
+    with pytest.raises(ValueError, match="memory_gib"):
+        profile.load(str(path))
