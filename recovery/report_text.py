@@ -29,7 +29,10 @@ def lines(report: Report) -> list[str]:
         *_buckets(report),
         "",
         "attempts",
-        *_table(("attempt", "ranks", "from", "restored", "start", "steps", "lost", "ended by"), map(_attempt, report.attempts)),
+        *_table(
+            ("attempt", "ranks", "from", "restored", "start", "steps", "lost", "ended by", "layout"),
+            map(_attempt, report.attempts),
+        ),
         "",
         *_interruptions(report),
         *_causes(report),
@@ -115,7 +118,17 @@ def _attempt(row: AttemptRow) -> tuple[str, ...]:
     span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
     start = "never ready" if row.start_s is None else f"{row.start_s:.2f} s"
     restored = f"step {row.restored_step}"
-    return (str(row.attempt), str(row.ranks), row.source, restored, start, span, str(row.steps_lost), row.ended_by or "-")
+    return (
+        str(row.attempt),
+        str(row.ranks),
+        row.source,
+        restored,
+        start,
+        span,
+        str(row.steps_lost),
+        row.ended_by or "-",
+        row.layout or "-",
+    )
 
 
 def _interruptions(report: Report) -> Iterator[str]:

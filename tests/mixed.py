@@ -114,14 +114,14 @@ def _train_and_save(rank: int, config: Config, steps: int, tiers: Tiers | None) 
     engine = engine_of(config, rank)
     results = train(engine, steps)
     said = save(engine, tiers, rank=rank, world=config.parallel.ranks, attempt=0) if tiers else []
-    return said, live_digests(engine), results
+    return said, live_digests(engine), results, engine.evaluate()
 
 
-def trained(config: Config, steps: int, tiers: Tiers | None = None) -> tuple[Digests, list[Any], Manifest | None]:
-    """Train from the initial values on all ranks, save, commit: digests, step results, manifest."""
+def trained(config: Config, steps: int, tiers: Tiers | None = None) -> tuple[Digests, float, Manifest | None]:
+    """Train from the initial values on all ranks, save, commit: digests, held-out loss, manifest."""
     worlds = run_world(_train_and_save, config.parallel.ranks, config, steps, tiers)
-    manifest = commit(tiers, [said for said, _, _ in worlds]) if tiers else None
-    return worlds[0][1], worlds[0][2], manifest
+    manifest = commit(tiers, [said for said, *_ in worlds]) if tiers else None
+    return worlds[0][1], worlds[0][3], manifest
 
 
 def _load_and_go_on(rank: int, config: Config, source: str, tiers: Tiers, steps: int, onward: Tiers | None) -> Any:
@@ -129,10 +129,10 @@ def _load_and_go_on(rank: int, config: Config, source: str, tiers: Tiers, steps:
     spoil(engine)
     world = config.parallel.ranks
     restored = bring_back(engine, tiers, source, rank=rank, world=world)
-    loaded = live_digests(engine)
+    loaded, loss = live_digests(engine), engine.evaluate()
     said = save(engine, onward, rank=rank, world=world, attempt=1) if onward else []
-    results = train(engine, steps)
-    return said, loaded, restored.progress, live_digests(engine), results
+    train(engine, steps)
+    return said, loaded, loss, restored.progress, live_digests(engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +140,19 @@ class Loaded:
     """What a world held after a restore, and after the steps that followed."""
 
     at_load: Digests
+    eval_loss: float
     progress: dict[str, Any]
     at_end: Digests
-    results: list[Any]
     manifest: Manifest | None
 
 
 def loaded(config: Config, source: str, tiers: Tiers, *, steps: int = 0, onward: Tiers | None = None) -> Loaded:
     """Restore on all ranks of `config`, save what was restored to `onward`, train some steps."""
     worlds = run_world(_load_and_go_on, config.parallel.ranks, config, source, tiers, steps, onward)
-    _, at_load, progress, at_end, results = worlds[0]
-    assert all(other[1:4] == worlds[0][1:4] for other in worlds)
+    _, at_load, loss, progress, at_end = worlds[0]
+    assert all(other[1:] == worlds[0][1:] for other in worlds)
     manifest = commit(onward, [said for said, *_ in worlds]) if onward else None
-    return Loaded(at_load=at_load, progress=progress, at_end=at_end, results=results, manifest=manifest)
+    return Loaded(at_load=at_load, eval_loss=loss, progress=progress, at_end=at_end, manifest=manifest)
 
 
 def tiers_in(folder: Path, name: str) -> Tiers:

@@ -25,11 +25,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def unbroken(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Final digests of the run that nothing disturbed, recomputed from storage."""
+def unbroken_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A finished run that nothing disturbed. Read it, copy it, leave it as it is."""
     run = TinyRun(folder=tmp_path_factory.mktemp("unbroken"), corpus=corpus)
     code, output = run.run()
     assert code == 0, output
-    step, digests = stored_digests(run.url)
-    assert step == run.steps
+    return run
+
+
+@pytest.fixture(scope="session")
+def unbroken(unbroken_run: TinyRun) -> dict[str, str]:
+    """Its final digests, recomputed from storage."""
+    step, digests = stored_digests(unbroken_run.url)
+    assert step == unbroken_run.steps
     return digests

@@ -1,7 +1,7 @@
 """Save on one mesh, load on another: the state is the same array by array, whoever wrote it and whoever reads it.
 
-Rows are (load mesh, tier). The save mesh is DP 4, three steps into training; the loader saves what it has loaded, and DP 4 loads
-that again and goes on: bitwise as if nothing had happened. The model has a matrix large enough for ZeRO-1 to cut it, so that
+Rows are (load mesh, tier). The save mesh is DP 4, three steps into training; the loader saves what it has loaded, and DP 4
+loads that again and goes on: bitwise as if nothing had happened. The model has a matrix large enough for ZeRO-1 to cut it, so that
 the boxes of different meshes really do not match.
 """
 
@@ -40,6 +40,7 @@ class Saved:
 
     tiers: Tiers
     digests: Digests
+    eval_loss: float
     manifest: Manifest
     later: Digests
 
@@ -47,11 +48,11 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     tiers = tiers_in(tmp_path_factory.mktemp("saved"), "dp4")
-    digests, _, manifest = trained(config_of(4), STEPS, tiers)
+    digests, eval_loss, manifest = trained(config_of(4), STEPS, tiers)
     later, _, _ = trained(config_of(4), STEPS + MORE)
     assert manifest is not None
     assert later != digests
-    return Saved(tiers, digests, manifest, later)
+    return Saved(tiers, digests, eval_loss, manifest, later)
 
 
 @pytest.mark.dist
@@ -74,6 +75,7 @@ def test_save_on_dp_4_load_on_another_and_back(ranks: int, source: str, saved: S
     onward = tiers_in(tmp_path, f"dp{ranks}")
     there = loaded(config_of(ranks), source, saved.tiers, onward=onward)
     assert there.at_load == saved.digests
+    assert there.eval_loss == saved.eval_loss  # bitwise: the held-out loss knows no layout
     assert there.progress == {"step": STEPS, "sequences": STEPS * 8}
     assert there.manifest is not None
     assert there.manifest.digests == saved.digests
