@@ -25,6 +25,9 @@ from storage.record import MAX_RECORD_BYTES, decode_record, encode_record
 
 __all__ = ["EpochRecord", "Epochs", "create_record", "read_epochs", "take_epoch"]
 
+MAX_EPOCH = 10**9 - 1
+MAX_TRIES = 1000
+
 Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
@@ -100,12 +103,17 @@ def take_epoch(
     store: ObjectStore, *, owner: dict[str, Any], starts_from: Callable[[Epochs], int | None], now_s: float
 ) -> tuple[int, int | None]:
     """Take the next free number; returns it and the step it starts from, which is asked anew whenever somebody was faster."""
-    while True:
+    for _ in range(MAX_TRIES):
         epochs = read_epochs(store)
         number, start = epochs.newest + 1, starts_from(epochs)
+        if number > MAX_EPOCH:
+            raise FormatError(
+                f"{epoch_key(epochs.newest)} is the last epoch there can be: nobody took a thousand million of them"
+            )
         record = EpochRecord(epoch=number, starts_from=start, owner=owner, nonce=uuid.uuid4().hex, created_s=now_s)
         if create_record(store, epoch_key(number), record, record.nonce):
             return number, start
+    raise StorageError(f"{store.url}: {MAX_TRIES} epochs were taken by others while this process tried to take one", EPOCHS)
 
 
 class _Nonce(Struct, frozen=True, kw_only=True):

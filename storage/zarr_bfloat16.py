@@ -50,4 +50,4 @@ class BFloat16Codec(ArrayArrayCodec):
         return chunk_spec.prototype.nd_buffer.from_numpy_array(bits.view(np.float32))
 
     async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer | None:
-        raise NotImplementedError("checkpoints are read through Zarr, not written")
+        raise TypeError("checkpoints are read through Zarr, not written")

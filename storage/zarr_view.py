@@ -17,6 +17,7 @@ stock zarr checks every checksum. Three things need care:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import google_crc32c
 import msgspec
 import numpy as np
 
+from storage.errors import FormatError
 from storage.keys import view_name
 from storage.manifest import Manifest
 from storage.pack import ArraySpec, PartGeometry
@@ -43,6 +45,8 @@ BFLOAT16_CODEC = "ftrain.bfloat16"
 
 CHECKSUM = ',"crc32c":"00000000"}'
 """What a reference file ends in, with the digits of its checksum."""
+
+_CHUNK = re.compile(r"\{\{u\}\}/[A-Za-z0-9_][A-Za-z0-9._-]*$")
 
 Refs = dict[str, str | list[str | int]]
 
@@ -150,6 +154,10 @@ class _Templates(msgspec.Struct, frozen=True):
     templates: dict[str, str]
 
 
+class _View(_Templates, frozen=True):
+    refs: dict[str, str | tuple[str, int, int]]
+
+
 def _text(content: dict[str, Any]) -> str:
     return msgspec.json.encode(content).decode()
 
@@ -164,22 +172,37 @@ def open_zarr(url: str, *, storage_options: dict[str, Any] | None = None) -> zar
 
     register_bfloat16()
     with fsspec.open(url, "rb") as file:
-        view = decode_json(file.read(), dict[str, Any], key=url)
-    for key, content in view["refs"].items():
-        if key.endswith("zarr.json"):
-            view["refs"][key] = _text(_as_bfloat16(decode_json(content.encode(), dict[str, Any], key=key)))
+        view = _read_view(file.read(), url)
+    for key in [key for key in view["refs"] if key.endswith("zarr.json")]:
+        metadata = decode_json(view["refs"][key].encode(), dict[str, Any], key=f"{url}: {key}")
+        view["refs"][key] = _text(_as_bfloat16(metadata))
     given = storage_options or {}
     remote_options = {"asynchronous": True, **given.get("remote_options", {})}
     options = {"fo": view, **given, "remote_options": remote_options}
     return zarr.open_group("reference://", mode="r", storage_options=options)
 
 
+def _read_view(data: bytes, url: str) -> dict[str, Any]:
+    """The reference file; `FormatError` if it is not, bit for bit, one that was written, or points outside its folder."""
+    body, tail = data[: -len(CHECKSUM)], data[-len(CHECKSUM) :]
+    if tail != b',"crc32c":"%08x"}' % google_crc32c.value(body):
+        raise FormatError(
+            f"{url} does not match its own checksum; to open a copy, give template_overrides instead of editing it", url
+        )
+    view = decode_json(data, _View, key=url)
+    for key, ref in view.refs.items():
+        inside = isinstance(ref, str) if key.endswith("zarr.json") else not isinstance(ref, str) and _CHUNK.match(ref[0])
+        if not inside:
+            raise FormatError(f"{url}: {key} is no chunk of a pack in its own folder", url)
+    return {"version": 1, "templates": view.templates, "refs": view.refs}
+
+
 def _as_bfloat16(metadata: dict[str, Any]) -> dict[str, Any]:
     """The same metadata, with every array of bfloat16 bits shown as float32."""
-    members = metadata.get("consolidated_metadata", {}).get("metadata", {})
-    for name, member in members.items():
-        members[name] = _as_bfloat16(member)
-    if metadata["node_type"] == "array" and metadata["attributes"].get("dtype") == "bfloat16":
+    consolidated = metadata.get("consolidated_metadata")
+    if consolidated:
+        consolidated["metadata"] = {name: _as_bfloat16(member) for name, member in consolidated["metadata"].items()}
+    if metadata.get("node_type") == "array" and metadata["attributes"].get("dtype") == "bfloat16":
         metadata |= {"data_type": "float32", "fill_value": "NaN", "codecs": [{"name": BFLOAT16_CODEC}, *metadata["codecs"]]}
     return metadata
 

@@ -12,12 +12,16 @@ import msgspec
 import pytest
 
 from storage.box import Box
+from storage.commit import read_commit
 from storage.errors import CoverageError, FormatError
+from storage.keys import commit_name, step_folder
 from storage.manifest import MAGIC, Manifest, PackManifest, decode
+from storage.memory import MemoryStore
 from storage.merge import merge
 from storage.pack import ArraySpec
 from storage.record import decode_record, encode_record
-from tests.storage.building import SPECS, build_pack, deal, random_values
+from storage.run import RunStore
+from tests.storage.building import SPECS, build_pack, deal, random_values, save
 
 VALUES = random_values(SPECS, 3)
 
@@ -262,3 +266,29 @@ def test_boxes_are_columns_that_know_their_array() -> None:
     rows = manifest.table.rows_of(number)
     assert {manifest.table.part(int(r), manifest.arrays).array for r in rows} == {"master/odd"}
     assert sum(Box(*manifest.table.box(int(r), 3)).size for r in rows) == 5 * 3 * 7
+
+
+def fuzz_commits(rounds: int) -> None:
+    """Whatever stands in a commit whose checksum is right, it names no object outside its own folder."""
+    rng, store = random.Random(2), MemoryStore()
+    run = RunStore(store)
+    save(run, VALUES, step=10, epoch=run.take_epoch(owner={}))
+    key = step_folder(10) + commit_name(0)
+    body = store.get(key)[len('{"crc32c":"00000000","body":') : -2]
+    for _ in range(rounds):
+        raw = mutated(rng, bytes(12) + body)[12:]
+        store.put(key, b'{"crc32c":"%08x","body":%b}\n' % (google_crc32c.value(raw), raw))
+        try:
+            record = read_commit(store, key)
+        except FormatError:
+            continue
+        assert (record.step, record.epoch, record.manifest) == (10, 0, f"e0000-a{record.attempt:04d}.manifest")
+
+
+def test_mutated_commits_end_in_format_errors_or_name_their_own_manifest() -> None:
+    fuzz_commits(1500)
+
+
+@pytest.mark.slow
+def test_very_many_mutated_commits_end_in_format_errors_or_name_their_own_manifest() -> None:
+    fuzz_commits(100_000)

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 
 from storage import zarr_view
+from storage.errors import FormatError
 from storage.keys import step_folder
 from storage.objects import open_store
 from storage.pack import ArraySpec
@@ -127,3 +129,37 @@ def test_storage_itself_imports_neither_zarr_nor_fsspec_nor_torch() -> None:
     code = "import storage, sys; print([m for m in ('zarr', 'fsspec', 's3fs', 'torch', 'aiohttp') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def resealed(view: Path, old: bytes, new: bytes) -> None:
+    """The reference file with something else in it, and a right checksum."""
+    data = view.read_bytes()
+    assert old in data
+    body = data[: -len(zarr_view.CHECKSUM)].replace(old, new)
+    view.write_bytes(b'%b,"crc32c":"%08x"}' % (body, google_crc32c.value(body)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"{{u}}/e0000", b"{{u}}/../e0000"),
+        (b"{{u}}/e0000", b"/etc/e0000"),
+        (b"{{u}}/e0000", b"{{x}}/e0000"),
+        (b'["{{u}}/', b'[0,"{{u}}/'),
+        (b'"refs":{', b'"refs":{"zarr.json":7,'),
+        (b'"templates":{"u":', b'"templates":{"u":7,"v":'),
+        (b'"templates"', b'"template"'),
+        (b'{\\"zarr_format', b'[\\"zarr_format'),
+    ],
+)
+def test_a_hostile_reference_file_is_refused(folder: Path, old: bytes, new: bytes) -> None:
+    resealed(folder / VIEW, old, new)
+    with pytest.raises(FormatError):
+        open_zarr(str(folder / VIEW))
+
+
+def test_a_damaged_reference_file_is_refused(folder: Path) -> None:
+    data = (folder / VIEW).read_bytes()
+    (folder / VIEW).write_bytes(data.replace(b"float32", b"uint32", 1))
+    with pytest.raises(FormatError, match="does not match its own checksum"):
+        open_zarr(str(folder / VIEW))
