@@ -338,6 +338,7 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 @click.option("--seed", type=int, default=0, help="Of the drawn failures.")
 @click.option("--failures", default="llama3", help="Table of causes: a name that ships, or a .toml file.", show_default=True)
 @click.option("--rate", type=float, default=0.0, help="Interruptions per 1,000 node-days; 0: the table's.")
+@click.option("--stragglers", type=float, default=0.0, help="Slow machines per 1,000 node-days.")
 @click.option("--trace", default="", metavar="FILE", help="Replay a trace or a ledger instead.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Times and counts; the answer lists them.")
 @click.option(

@@ -124,12 +124,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     p, m, v = num_ranks, num_microbatches, num_chunks
     if v == 1:
         return one_f_one_b(p, m)
-    if p == 1 or m % p:
-        near = " or ".join(str(n) for n in sorted({max(1, m // p) * p, (m // p + 1) * p}))
-        raise IllegalScheduleError(
-            f"interleaved needs more than one pipeline rank and micro-batches in multiples of it: given {p} ranks and {m} "
-            f"micro-batches; the nearest legal counts are {near}"
-        )
+    require_groups(p, m)
     order = [(chunk, base + i) for base in range(0, m, p) for chunk in range(v) for i in range(p)]
     ranks = []
     for rank in range(p):
@@ -138,6 +133,17 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         warm = min(len(order), 2 * (p - 1 - rank) + (v - 1) * p)
         ranks.append([Action(kind, stage, mb) for kind, (stage, mb) in _alternate(forwards, backwards, warm)])
     return _loop("interleaved", p, m, ranks, num_chunks=v)
+
+
+def require_groups(num_ranks: int, num_microbatches: int) -> None:
+    """Raises unless micro-batches come in whole groups of p, which interleaving needs."""
+    p, m = num_ranks, num_microbatches
+    if p == 1 or m % p:
+        near = " or ".join(str(n) for n in sorted({max(1, m // p) * p, (m // p + 1) * p}))
+        raise IllegalScheduleError(
+            f"interleaved needs more than one pipeline rank and micro-batches in multiples of it: given {p} ranks and {m} "
+            f"micro-batches; the nearest legal counts are {near}"
+        )
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:

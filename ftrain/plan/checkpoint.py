@@ -64,6 +64,12 @@ def mtbf_s(setup: Setup, costs: Costs) -> float:
     return failure_table.mtbf_s(rate, nodes(setup))
 
 
+def best(setup: Setup, costs: Costs) -> interval.Reach:
+    """The estimate of effective time at Young's interval."""
+    stall, mtbf = stall_s(setup, costs), mtbf_s(setup, costs)
+    return interval.reach(interval.young(stall, mtbf), stall_s=stall, restart_s=costs.restart_s, mtbf_s=mtbf)
+
+
 def answer(setup: Setup, costs: Costs) -> Answer:
     """The whole answer."""
     sections = [_size(setup), _writing(setup, costs), _memory_tier(setup, costs), _interval(setup, costs)]
@@ -143,21 +149,20 @@ def _memory_tier(setup: Setup, costs: Costs) -> Section:
 
 def _interval(setup: Setup, costs: Costs) -> Section:
     mtbf, stall = mtbf_s(setup, costs), stall_s(setup, costs)
-    best = interval.young(stall, mtbf)
-    reach = interval.reach(best, stall_s=stall, restart_s=costs.restart_s, mtbf_s=mtbf)
-    slower = max(best, _upload_s(setup, costs))
-    needed = STORED * setup.num_params / best / 1e9
+    young, reach = interval.young(stall, mtbf), best(setup, costs)
+    slower = max(young, _upload_s(setup, costs))
+    needed = STORED * setup.num_params / young / 1e9
     return Section(
         title="Interval",
         figures=(
             duration("mtbf_s", "time between unplanned interruptions of this job", value=mtbf,
                      why=why("1000 x 86400 / (nodes x rate)", "per 1,000 node-days", nodes=nodes(setup),
                              rate=costs.rate or failure_table.load(costs.table).per_1000_node_days)),
-            duration("young_s", "interval by Young", value=best, why=why("sqrt(2 w M)", interval.YOUNG, w=stall, M=mtbf)),
+            duration("young_s", "interval by Young", value=young, why=why("sqrt(2 w M)", interval.YOUNG, w=stall, M=mtbf)),
             duration("daly_s", "interval by Daly", value=interval.daly(stall, mtbf),
                      why=why(interval.DALY, "Daly 2006", w=stall, M=mtbf)),
             percent("effective", f"effective time, {seconds(costs.restart_s)} to restart", value=reach.effective,
-                    why=why(interval.ESTIMATOR, interval.ESTIMATOR, u0=costs.restart_s, w=stall, M=mtbf, dt=best)),
+                    why=why(interval.ESTIMATOR, interval.ESTIMATOR, u0=costs.restart_s, w=stall, M=mtbf, dt=young)),
             number("store_gb_s_needed", "bandwidth the store needs to keep up with that interval", value=needed, unit="GB/s",
                    digits=1, why=why("size / interval", "ftrain.plan.checkpoint")),
             duration("storage_interval_s", "shortest interval of storage, one upload at a time", value=slower,

@@ -44,6 +44,15 @@ def drawn(table: FailureTable, *, rate: float, nodes: int, seconds: float, seed:
         t += random.expovariate(per_second)
 
 
+def stragglers(*, rate: float, nodes: int, seconds: float, seed: int) -> Iterator[Failure]:
+    """Slow machines: `rate` per 1,000 node-days; a stream of its own, so that it leaves the failures as they are."""
+    random = Random(f"stragglers {seed}")
+    t = random.expovariate(nodes * rate / 1000 / 86400) if rate else seconds
+    while t < seconds:
+        yield Failure(t, "straggler", "host", "Slow machine", f"n{random.randrange(nodes)}")
+        t += random.expovariate(nodes * rate / 1000 / 86400)
+
+
 def read(path: str) -> list[Failure]:
     """A trace: one JSON object a line with t_s, class, component, name, node; or a ledger of this project."""
     try:

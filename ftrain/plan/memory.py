@@ -132,6 +132,7 @@ def _advice(setup: Setup, worst: RankMemory) -> str:
 
 def answer(setup: Setup) -> Answer:
     """The whole answer."""
+    setup.require_schedule()
     ranks = all_ranks(setup)
     ideal = setup.options.params == 0 or abs(setup.options.params - _config_params(setup)) <= 0.05 * _config_params(setup)
     sections = [state.whole(setup), state.per_card(setup), _real(setup, ranks), _activation_section(setup)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ftrain.parallel.schedule import IllegalScheduleError, build, peak_in_flight
+from ftrain.parallel.schedule import IllegalScheduleError, Kind, build, peak_in_flight
 from ftrain.parallel.timeline import Timeline, even, simulate
 from ftrain.plan import chart, cost
 from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, number, percent, said, why
@@ -136,6 +136,16 @@ def _share(value: Fraction) -> str:
     return f"{decimal(value * 100, digits=2 if value < Fraction(1, 100) else 1)} %"
 
 
+def uneven(setup: Setup) -> Timeline | None:
+    """The config's own step with the work of its own stages, or None if it is too long to build."""
+    name, p, m, v = setup.options.schedule, setup.mesh.pp, setup.microbatches, setup.chunks
+    if p * m * max(v, 2) * 3 > MAX_ACTIONS:
+        return None
+    work = [float(flops) / 3 for flops in cost.stage_flops(setup)]  # forward; the two halves of a backward are as long
+    schedule = build(name, num_ranks=p, num_microbatches=m, num_chunks=v)
+    return simulate(schedule, lambda action: work[action.stage] * (2 if action.kind is Kind.BACKWARD else 1))
+
+
 def _stages(setup: Setup) -> Section:
     """Cuts should equalise time, not layers."""
     flops, mean = cost.stage_flops(setup), Fraction(sum(cost.stage_flops(setup)), len(setup.stages))
@@ -145,7 +155,7 @@ def _stages(setup: Setup) -> Section:
         for setup_rank in range(setup.mesh.pp)
         if stage in setup.stages_of(setup_rank)
     )
-    ratio = cost.imbalance(setup)
+    ratio, line = cost.imbalance(setup), uneven(setup)
     heaviest = max(range(len(flops)), key=lambda stage: flops[stage])
     note = (
         f"stage {heaviest} does {_share(flops[heaviest] / mean)} of the mean work, the others wait: move a layer away from it"
@@ -157,6 +167,8 @@ def _stages(setup: Setup) -> Section:
         figures=(
             number("slowest_stage", "slowest rank's work over the mean", value=ratio, digits=3,
                    why=why("max / mean of layers x FLOPs of a layer (+ head on the last)", "ftrain.plan.cost")),
+            *([percent("uneven_bubble", "idle share of the total with these stages", value=line.bubble_of_total(),
+                       why=why("simulated with each stage's own work", PIPELINES))] if line else []),
         ),
         tables=(Table(key="stage_work", title="Work of each stage", columns=("stage", "rank", "layers", "ends", "of the mean"),
                       rows=rows, source="model FLOPs, forward and backward"),),

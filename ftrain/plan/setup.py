@@ -16,7 +16,7 @@ from ftrain.combinations import head_dim, kv_heads
 from ftrain.config import Config
 from ftrain.load import num_parameters
 from ftrain.parallel.partition import partition_layers
-from ftrain.parallel.schedule import Placement, rank_of
+from ftrain.parallel.schedule import NAMES, IllegalScheduleError, Placement, rank_of, require_groups
 from ftrain.parallel.shape import MeshShape, mesh_shape
 from ftrain.plan.profile import Profile
 
@@ -49,6 +49,14 @@ class Options:
     """Gradient reduction and parameter gathering hidden behind compute; off by default, as in Megatron Core 0.19.2."""
     params: int = 0
     """A round number of parameters for the ideal rows; 0: the config's own."""
+
+    def __post_init__(self) -> None:
+        if self.schedule not in NAMES:
+            raise IllegalScheduleError(f"no schedule is called {self.schedule!r}; there are {', '.join(NAMES)}")
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise IllegalScheduleError(f"--chunks {self.chunks} has no effect on {self.schedule}: use --schedule interleaved")
+        if self.schedule == "interleaved" and self.chunks < 2:
+            raise IllegalScheduleError("interleaved needs at least 2 virtual stages a rank: give --chunks 2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,11 @@ class Setup:
     def sp(self) -> int:
         """By how much norms and residuals are cut: tp under sequence parallelism, else 1."""
         return self.mesh.tp if self.options.sequence_parallel else 1
+
+    def require_schedule(self) -> None:
+        """Raises IllegalScheduleError if the schedule cannot run this many micro-batches on these stages."""
+        if self.options.schedule == "interleaved":
+            require_groups(self.mesh.pp, self.microbatches)
 
     @cached_property
     def stages(self) -> tuple[range, ...]:

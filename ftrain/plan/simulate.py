@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 HOST_LOST = frozenset({"node_failure", "host_maintenance", "host_oom", "preemption"})
 """Classes after which a host's memory cannot be read any more."""
 
+STRAGGLER = "straggler"
+"""A machine that is slow but does not fail."""
+
 BUCKETS = ("productive", "repeated", "saving", "detection", "waiting", "restarting", "loading", "slowed")
 
 
@@ -55,6 +58,10 @@ class Rules:
     """Until a person has looked."""
     corruption_s: float = 3600.0
     """Until silent corruption is noticed, at most."""
+    straggler_speed: float = 0.8
+    """Speed of the whole run while one machine is slow."""
+    straggler_s: float = 3600.0
+    """Until a slow machine is found and replaced, at a step boundary."""
     seed: int = 0
 
 
@@ -96,6 +103,7 @@ class Simulation:
         self._now = 0.0
         self._phases: list[tuple[str, float]] = []
         self._returns: list[float] = []
+        self._slow: list[float] = []
         self._restored = 0
         self._commit = 0
         self._copying = False
@@ -132,21 +140,25 @@ class Simulation:
         while self._now < until and not self._phases:
             self._welcome()
             before = self._speed()
-            self._train(min([until, *self._returns]))
+            self._train(min([until, *self._returns, *self._slow]))
             self._welcome()
-            if self._speed() > before:  # a machine came back: a planned resize, at a step boundary
+            if self._speed() > before:  # a machine came back, or a slow one was replaced: planned, at a step boundary
                 self._phases = [("restarting", self._rules.restart_s), ("loading", self._rules.load_memory_s)]
                 self._advance(until)
 
     def _welcome(self) -> None:
-        """Machines whose repair has ended are there again."""
+        """Machines whose repair has ended are there again; slow ones that were found leave for repair."""
         self._returns = [t for t in self._returns if t > self._now]
+        found = [t for t in self._slow if t <= self._now]
+        self._slow = [t for t in self._slow if t > self._now]
+        self._returns += [t + self._rules.repair_s for t in found]
 
     def _speed(self) -> float:
         rules = self._rules
         machines = rules.nodes + rules.spares - len(self._returns)
         replicas = rules.nodes // rules.nodes_per_replica
-        return min(replicas, machines // rules.nodes_per_replica) / replicas
+        slowest = rules.straggler_speed if self._slow else 1.0
+        return slowest * min(replicas, machines // rules.nodes_per_replica) / replicas
 
     def _train(self, until: float) -> None:
         """Whole steps until a moment; what is left of a step that did not end is lost."""
@@ -180,6 +192,14 @@ class Simulation:
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def _fail(self, failure: Failure) -> None:
+        if failure.class_ == STRAGGLER:
+            self._out.count[failure.name] += 1
+            self._out.reasons.setdefault(
+                failure.name, "run on more slowly until it is found, then replace it at a step boundary"
+            )
+            self._out.lost[failure.name] += self._rules.straggler_s * (1 - self._rules.straggler_speed)
+            self._slow.append(self._now + self._rules.straggler_s)
+            return
         decision = self._decide(failure)
         self._out.count[failure.name] += 1
         self._out.reasons.setdefault(failure.name, f"{decision.action}: {decision.reason}")

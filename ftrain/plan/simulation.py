@@ -32,6 +32,8 @@ class Question:
     table: str = "llama3"
     rate: float = 0.0
     """Unplanned interruptions per 1,000 node-days; 0: the table's own."""
+    stragglers: float = 0.0
+    """Slow machines per 1,000 node-days."""
     trace: str = ""
     """A trace or a ledger to replay instead of drawing from the table."""
     assume: tuple[str, ...] = ()
@@ -81,7 +83,10 @@ def failures(setup: Setup, question: Question) -> list[Failure]:
     table = failure_table.load(question.table)
     rate = question.rate or table.per_1000_node_days
     nodes = checkpoint.nodes(setup)
-    return list(failure_source.drawn(table, rate=rate, nodes=nodes, seconds=question.days * DAY, seed=question.seed))
+    span, seed = question.days * DAY, question.seed
+    found = list(failure_source.drawn(table, rate=rate, nodes=nodes, seconds=span, seed=seed))
+    slow = failure_source.stragglers(rate=question.stragglers, nodes=nodes, seconds=span, seed=seed)
+    return sorted([*found, *slow], key=lambda failure: failure.t)
 
 
 def default_actions() -> dict[str, str]:

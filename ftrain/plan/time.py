@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ftrain.plan import cost, state
+from ftrain.plan import checkpoint, cost, state
 from ftrain.plan.activations import working_bytes
 from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
 from ftrain.plan.params import shards
@@ -79,6 +79,7 @@ def _idle(setup: Setup, *, exact: bool) -> Fraction:
     if p == 1:
         return Fraction(0)
     m = -(-m // p) * p if name == "interleaved" else m
+    exact = exact or (name == "zb-h1" and m < p) or (name == "zb-v" and m < 2 * p)  # where the formulas do not hold
     return idle_of_compute(name, p=p, m=m, v=v) if exact else bubble_of_compute(name, p=p, m=m, v=v)
 
 
@@ -120,6 +121,7 @@ class Work:
 
 def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
     """The whole answer; `other`: the same run under another layout, laid beside it."""
+    setup.require_schedule()
     tokens = round(work.tokens) or setup.config.run.steps * setup.tokens_per_update
     operations = work.flops or 6.0 * setup.num_params * tokens
     sections = [_batch(setup), _operations(setup, tokens, operations)]
@@ -287,9 +289,23 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
                    unit="TFLOP/s", digits=0, why=why("model FLOPs / (step x GPUs)", "Megatron-LM's definition")),
             number("predicted_days", f"the run at {effective:.1%} effective time" if effective < 1 else "without failures",
                    value=days, unit="days", digits=1, why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
+            *_with_failures(setup, days * effective),
         ),
         tables=(Table(key="step_parts", title="Where the step goes", columns=("part", "time", "share"), rows=rows,
                       formulas=_part_formulas(setup), source="ftrain.plan.time"),),
+    )  # fmt: skip
+
+
+def _with_failures(setup: Setup, days: float) -> tuple[Figure, ...]:
+    """The run, corrected by the effective time that Llama 3's rate of failures would leave it."""
+    costs = checkpoint.Costs()
+    share = checkpoint.best(setup, costs).effective
+    source = f"{costs.table} failures, {seconds(costs.restart_s)} to restart: see plan checkpoint and plan simulate"
+    return (
+        percent("effective", "effective time with failures, by formula", value=share,
+                why=why("estimator at Young's interval", source, restart_s=costs.restart_s)),
+        number("days_with_failures", "the run with failures", value=days / share, unit="days", digits=1,
+               why=why("days / effective", source)),
     )  # fmt: skip
 
 

@@ -100,6 +100,15 @@ def test_fewer_replicas_go_on_more_slowly_and_the_machine_comes_back() -> None:
     assert outcome.buckets["slowed"] == pytest.approx(25.0)
 
 
+def test_a_slow_machine_slows_all_until_it_is_replaced() -> None:
+    rules = replace(SIMPLE, straggler_s=100.0, straggler_speed=0.5, restart_s=10.0)
+    outcome = play(rules, [at(50.0, "straggler")], 210.0)
+    assert outcome.step == 50 + 50 + 50
+    assert outcome.buckets["slowed"] == pytest.approx(50.0)
+    assert outcome.buckets["restarting"] == 10.0
+    assert outcome.buckets["repeated"] == 0
+
+
 def test_the_real_policy_gives_up_on_a_crash_loop() -> None:
     outcome = play(replace(SIMPLE, human_s=500.0), [at(10.0 + i / 10) for i in range(4)], 600.0)
     assert outcome.buckets["waiting"] >= 500.0  # unknown causes without a new step: the third asks for a person
