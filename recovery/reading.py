@@ -24,6 +24,7 @@ CONTEXT_LINES = 8
 _CODE_FRAME = re.compile(r'^\s+File "|^\s*\^+\s*$|^\s*~*\^+~*\s*$')
 _CPP_FRAME = re.compile(r"^frame #\d+:|^\s*#\d+ 0x|^Thread 0x|^\s+<no Python frame>|^Current thread 0x")
 _LEVEL = re.compile(r"\b(INFO|DEBUG|TRACE|WARNING|WARN)\b|^\[?([IWEF])\d{4} |^\[([IWEF])\d{3,4} |^\[([IWEF]) \w")
+_KERNEL_TIME = re.compile(r"^\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\]")
 _TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
 
 
@@ -58,10 +59,6 @@ class Reader:
         """Whether a step was finished before the end."""
         return self.steps > 0 if self.steps is not None else len(self.progress) > 0
 
-    def progress_after(self, index: int) -> int:
-        """How many finished steps were printed after a log line."""
-        return sum(at > index for at in self.progress)
-
     @cached_property
     def last_t(self) -> float | None:
         """The last time of day printed in the log."""
@@ -73,7 +70,7 @@ def read(case: Evidence, table: Table) -> Reader:
     """The lines of `case`, each with its speaker and, where it is no evidence, the reason."""
     lines = {
         "log": [_split(index, raw, table.reading) for index, raw in enumerate(case.log)],
-        "kernel": [Line("kernel", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.kernel)],
+        "kernel": [Line("kernel", i, raw, raw[:MAX_LINE], t=_kernel_t(raw)) for i, raw in enumerate(case.kernel)],
         "scheduler": [Line("scheduler", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.scheduler)],
     }
     reader = Reader(lines, steps=case.steps)
@@ -121,6 +118,15 @@ def _seconds(match: re.Match[str]) -> float | None:
         return None
 
 
+def _kernel_t(raw: str) -> float | None:
+    """The time of a kernel line that was printed with one (`dmesg -T`)."""
+    match = _KERNEL_TIME.match(raw)
+    try:
+        return datetime.strptime(match[1], "%a %b %d %H:%M:%S %Y").timestamp() if match else None
+    except ValueError:
+        return None
+
+
 def _mark_tracebacks(lines: Sequence[Line]) -> None:
     """Source code shown in a traceback is no event; the line that ends it is the exception, with the frames as its context."""
     frames: dict[str, list[str]] = {}  # speaker -> frames of the traceback being printed
@@ -162,7 +168,7 @@ def _mark_previews(lines: Iterable[Line], reading: Reading) -> None:
             inside = False
         elif inside:
             line.noise = "data preview"
-        if not line.noise and any(compiled(pattern).search(line.text) for pattern in reading.preview):
+        if not line.noise and any(compiled(pattern).search(it) for it in (line.text, line.raw) for pattern in reading.preview):
             line.noise = "data preview"
 
 
