@@ -1,0 +1,71 @@
+"""`ftrain classify` as scripts use it: JSON or JSON lines in, one verdict a line out, in the published form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ftrain.cli.classify import classify
+
+FIELDS = {
+    "id",
+    "class",
+    "component",
+    "planned",
+    "first_failing_rank",
+    "retryable",
+    "action",
+    "confidence",
+    "reason",
+    "evidence",
+}
+OOM = {"id": "a", "exit": {"0": -15, "1": -9}, "kernel": ["Out of memory: Killed process 4 (python) total-vm:1kB"]}
+CRASH = {"id": "b", "exit": {"0": -11}, "log": ["Segmentation fault (core dumped)"], "label": {"class": "ignored"}}
+
+
+def run(tmp_path: Path, text: str, *options: str) -> list[str]:
+    file = tmp_path / "cases"
+    file.write_text(text)
+    result = CliRunner().invoke(classify, [str(file), *options])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("\n".join(map(json.dumps, [OOM, CRASH])) + "\n", id="lines"),
+        pytest.param(json.dumps([OOM, CRASH], indent=2), id="array"),
+    ],
+)
+def test_one_verdict_a_line_in_the_published_form(tmp_path: Path, text: str) -> None:
+    first, second = map(json.loads, run(tmp_path, text, "--json"))
+    assert set(first) == set(second) == FIELDS
+    assert (first["id"], first["class"], first["first_failing_rank"]) == ("a", "host_oom", 1)
+    assert first["evidence"][0] == {"where": "kernel", "line": 0, "text": OOM["kernel"][0]}
+    assert (second["id"], second["class"]) == ("b", "process_crash")
+
+
+def test_a_pretty_printed_object_is_one_case(tmp_path: Path) -> None:
+    (line,) = run(tmp_path, json.dumps(OOM, indent=2), "--json")
+    assert json.loads(line)["class"] == "host_oom"
+
+
+def test_reasons_for_people_and_for_scripts(tmp_path: Path) -> None:
+    case = {"exit": {"0": 1}, "log": ["For debugging consider passing CUDA error: 700", "MemoryError"]}
+    text = "\n".join(run(tmp_path, json.dumps(case), "--explain"))
+    assert "weighed" in text
+    assert "advice, not an event" in text
+    (line,) = run(tmp_path, json.dumps(case), "--explain", "--json")
+    assert {"considered", "discarded"} <= set(json.loads(line))
+
+
+def test_what_is_no_case_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "cases"
+    file.write_text(json.dumps(OOM) + "\nnonsense\n")
+    result = CliRunner().invoke(classify, [str(file)])
+    assert result.exit_code == 2
+    assert "line 2" in result.output
