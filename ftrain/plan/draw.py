@@ -27,7 +27,7 @@ def topology(setup: Setup, rank: int) -> str:
     servers = sorted({member // profile.server.gpus for member in inside})
     height = max(330, 120 + 26 * len(servers))
     picture = Picture(1120, height, title=f"{layout(mesh)}: rank {rank} and its shard")
-    picture.text((16, 26), f"{layout(mesh)}; rank {rank}: {_name(setup, rank)}", size=14)
+    picture.text((16, 26), f"{layout(mesh)}; {_name(setup, rank)}", size=14)
     _card(picture, setup, rank)
     _server(picture, setup, rank)
     _replica(picture, setup, rank, servers)

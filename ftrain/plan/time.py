@@ -79,7 +79,7 @@ def _idle(setup: Setup, *, exact: bool) -> Fraction:
     if p == 1:
         return Fraction(0)
     m = -(-m // p) * p if name == "interleaved" else m
-    exact = exact or (name == "zb-h1" and m < p) or (name == "zb-v" and m < 2 * p)  # where the formulas do not hold
+    exact = exact or (name == "zb-v" and m < 2 * p)  # where the formula does not hold
     return idle_of_compute(name, p=p, m=m, v=v) if exact else bubble_of_compute(name, p=p, m=m, v=v)
 
 

@@ -14,6 +14,7 @@ from ftrain.parallel.shape import Coordinate
 from ftrain.plan import cost, memory, profile
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
 from ftrain.plan.params import replicated, shards
+from ftrain.plan.schedule import bubble_of_compute, timeline
 from ftrain.plan.setup import Options, Setup
 from ftrain.plan.volume import half_ring, ring, volumes
 
@@ -67,6 +68,18 @@ def test_held_microbatches_are_what_the_schedule_holds(name: str) -> None:
             except IllegalScheduleError:
                 continue
             assert held(name, p=p, m=m, v=v) == peak_in_flight(schedule), (p, m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_closed_bubbles_are_those_of_the_simulated_schedule(name: str) -> None:
+    for p in range(1, 7):
+        for m in range(1, 15):
+            v = {"interleaved": 3, "zb-v": 2}.get(name, 1)
+            if (name == "interleaved" and (p == 1 or m % p)) or (name == "zb-v" and m < 2 * p):
+                continue
+            line = timeline(name, p=p, m=m, v=v)
+            assert line is not None
+            assert bubble_of_compute(name, p=p, m=m, v=v) == line.bubble_of_compute(), (p, m)
 
 
 def test_paper_formulas_for_gpt3_175b() -> None:
