@@ -64,7 +64,7 @@ class SeaweedServer:
         """Start the server and wait until it answers for the bucket."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "s3.json").write_text(json.dumps(_identities()))
-        self.ports = self.ports or _free_ports("s3", "master", "volume", "filer")
+        self.ports = self.ports or _free_ports("s3", "master", "volume", "filer", "admin")
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self._command(),
@@ -88,6 +88,7 @@ class SeaweedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        self._remove_sockets()
 
     def kill(self) -> None:
         """End the server as a power cut would."""
@@ -95,6 +96,12 @@ class SeaweedServer:
         if process is not None:
             process.kill()
             process.wait()
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        """Remove the sockets that weed makes in /tmp, by the numbers of its ports, and leaves there."""
+        for name, port in self.ports.items():
+            Path(f"/tmp/seaweedfs-{name}-grpc-{port + _GRPC_OFFSET}.sock").unlink(missing_ok=True)
 
     def _command(self) -> list[str]:
         weed = find_weed()
