@@ -227,10 +227,17 @@ class RunDelegate(Delegate):
         ]
         self._ready[attempt][ready.rank] = ready
         if len(self._ready[attempt]) == self._config.parallel.ranks:
-            if ready.source == "storage" and self._committed is not None:
-                self._committed = ready.step  # what is newer was passed over: it does not load
+            found += self._rolled_back(ready)
             found.append(events.Ready(t=time.time(), attempt=attempt, step=ready.step))
         return found
+
+    def _rolled_back(self, ready: Ready) -> list[Event]:
+        """A newer commit than the one the workers could load still counts, until an epoch goes on from the older one."""
+        if ready.source != "storage" or self._committed is None or ready.step >= self._committed:
+            return []
+        self._committed = ready.step
+        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=ready.step)
+        return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=ready.step)]
 
     def _on_skipped(self, skipped: SaveSkipped, attempt: int) -> list[Event]:
         if skipped.failed:
