@@ -134,7 +134,7 @@ class Torchrun(Trial):
         self._args = json.dumps({**args, "snapshot_steps": SNAPSHOT_STEPS})
 
     def command(self) -> list[str]:
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "100"]
         return [sys.executable, "-m", *launcher, str(Path(__file__).parent / "peers" / "torchrun_train.py"), self._args]
 
     def steps(self) -> list[Step]:

@@ -84,13 +84,25 @@ def write(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+def _join(rank: int, restart: int, world: int) -> None:
+    """Meet the other rank under names of this restart.
+
+    The usual `init_process_group("gloo")` re-uses the names in torchrun's store, which lives on: whoever looks before its peer has
+    written connects to the dead process and fails ("Connection refused"), often several restarts in a row.
+    """
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*place, world, is_master=rank == 0 and not agent_has_it)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"restart-{restart}", store), rank=rank, world_size=world)
+
+
 def main(args: dict[str, Any]) -> None:
     """Train for ever."""
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     folder, snapshot = Path(args["folder"]), Path(args["tmpfs"]) / "snapshot.pt"
     write(folder / f"pid-{rank}", f"{restart} {os.getpid()}")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    _join(rank, restart, args["ranks"])
     torch.manual_seed(args["seed"])
     model = DistributedDataParallel(Model(args["model"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args["lr"], fused=True)
