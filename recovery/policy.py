@@ -5,14 +5,18 @@ stand in the ledger before it is carried out and be replayed from the ledger aft
 
 Two costs shape the rules. A false stop costs until a person looks, which has no bound; a false restart costs one restart. So
 the default is to go on, and what stops a run must be known: a cause that cannot go away by itself, or proof that trying again
-does not help. That proof is the lack of *progress* (no new highest step), never time: a run that fails every hour and moves
-on is healthy, a run that restarts for ever at the same step is not.
+does not help. That proof is the lack of *progress* (no new highest step), never time: a run that fails every hour and moves on
+is healthy, a run that restarts for ever at the same step is not. And a retry that differs from the last one finds out more than
+the same thing again.
+
+Each rule is a function of the facts that answers or passes; `RULES` is their order, the first answer holds.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,6 +25,10 @@ from recovery.events import Action, Verdict
 
 # What is nobody's fault and says nothing about the next attempt: never counted against a budget.
 FREE_CLASSES = frozenset({"preemption", "time_limit", "host_maintenance"})
+# What the program itself does: at the same step again, it will do it for ever.
+PROGRAM_CLASSES = frozenset({"cuda_program_error", "process_crash", "software_error", "data_error", "numeric_divergence"})
+
+Change = Literal["more_evidence", "from_storage", "older_checkpoint"]
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -28,12 +36,17 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 3  # restarts without a new highest step before giving up
     unknown_restarts: int = 2  # the same, of interruptions nobody can explain
+    same_failure: int = 2  # times the program may fail alike at the same step: one confirmation, then a person
     backoff_s: float = 1.0  # first wait after a repeated failure, doubled each time
     backoff_max_s: float = 60.0  # longest such wait
     outage_wait_s: float = 30.0  # first wait when something outside must recover (restart_after_wait)
     outage_max_s: float = 900.0  # longest such wait
     outage_restarts: int = 20  # restarts without progress while something outside is down
     jitter: float = 0.0  # a wait is stretched by up to this share, so that many runs do not return at once
+    quarantine_s: float = 3600.0  # a blamed node is left out for this long, doubled with each further blame
+    quarantine_max_s: float = 7 * 86_400.0  # longest such time
+    flap_s: float = 300.0  # a network fault is held against a node only if it comes twice within this time
+    breaker_share: float = 0.25  # more nodes than this share are never left out at once: then it is not the nodes
 
 
 class PastInterruption(Struct, frozen=True, kw_only=True):
@@ -66,84 +79,144 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """What to do, after which wait, and why. `given_up`: the budget, not the cause, ended the run."""
+    """What to do, after which wait, and why. `given_up`: the budget, not the cause, ended the run.
+
+    `differently`: how this attempt should differ from the one that failed; a delegate that cannot do one of them leaves it.
+    """
 
     action: Action
     reason: str
     wait_s: float = 0.0
     given_up: bool = False
+    differently: tuple[Change, ...] = ()
 
 
-def decide(verdict: Verdict, history: History, limits: Limits) -> Decision:
+class Facts(Struct, frozen=True, kw_only=True):
+    """What every rule sees. `repeats`: counted interruptions since the last progress, without this one."""
+
+    verdict: Verdict
+    history: History
+    limits: Limits
+    repeats: tuple[PastInterruption, ...]
+    cause: str
+
+
+Rule = Callable[[Facts], Decision | None]
+
+
+def decide(verdict: Verdict, history: History, limits: Limits, rules: Sequence[Rule] | None = None) -> Decision:
     """What the supervisor does about `verdict`. `history` does not contain this interruption yet."""
-    cause = f"{verdict.class_}: {verdict.reason}" if verdict.reason else verdict.class_
-    if verdict.action in ("finish", "stop_for_human"):
-        return Decision(action=verdict.action, reason=cause)
-    if verdict.planned or verdict.class_ in FREE_CLASSES:
-        return Decision(
-            action=verdict.action, reason=f"{cause}; not counted against the budget", wait_s=_free_wait(verdict, limits)
-        )
-    repeats = [past for past in history.since_progress() if not (past.planned or past.class_ in FREE_CLASSES)]
-    spent = _spent(verdict, repeats, limits)
-    if spent:
-        return Decision(action="stop_for_human", reason=f"{cause}; {spent}", given_up=True)
-    return _go_on(verdict, repeats, limits, cause)
+    facts = Facts(
+        verdict=verdict,
+        history=history,
+        limits=limits,
+        repeats=tuple(past for past in history.since_progress() if not _free(past.planned, past.class_)),
+        cause=f"{verdict.class_}: {verdict.reason}" if verdict.reason else verdict.class_,
+    )
+    answers = (rule(facts) for rule in (RULES if rules is None else rules))
+    return next((answer for answer in answers if answer is not None), go_on(facts))
 
 
-def _spent(verdict: Verdict, repeats: list[PastInterruption], limits: Limits) -> str:
-    """Why no budget is left; empty if there is some."""
-    if verdict.action == "restart_after_wait":
-        waited = _count(repeats, action="restart_after_wait")
-        return _over(waited, limits.outage_restarts, "waits for something outside") if waited >= limits.outage_restarts else ""
-    if verdict.class_ == "unknown":
-        unknown = sum(past.class_ == "unknown" for past in repeats)
-        if unknown >= limits.unknown_restarts:
-            return _over(unknown, limits.unknown_restarts, "restarts after an unknown cause")
-    own = len(repeats) - _count(repeats, action="restart_after_wait")
-    return _over(own, limits.max_restarts, "restarts") if own >= limits.max_restarts else ""
+def end_as_told(facts: Facts) -> Decision | None:
+    """A verdict that ends the run ends it."""
+    if facts.verdict.action not in ("finish", "stop_for_human"):
+        return None
+    return Decision(action=facts.verdict.action, reason=facts.cause)
 
 
-def _over(count: int, limit: int, what: str) -> str:
-    return f"crash loop: {count} {what} brought no new step (limit {limit})"
+def free_of_charge(facts: Facts) -> Decision | None:
+    """What was planned, or came from outside, is followed without counting it."""
+    verdict = facts.verdict
+    if not _free(verdict.planned, verdict.class_):
+        return None
+    wait_s = facts.limits.outage_wait_s if verdict.action == "restart_after_wait" else 0.0
+    return Decision(action=verdict.action, reason=f"{facts.cause}; not counted against the budget", wait_s=wait_s)
 
 
-def _count(repeats: Iterable[PastInterruption], *, action: Action) -> int:
-    return sum(past.action == action for past in repeats)
+def outage(facts: Facts) -> Decision | None:
+    """Something outside must recover: waiting is the remedy, so it has more patience, and longer waits."""
+    if facts.verdict.action != "restart_after_wait":
+        return None
+    limits = facts.limits
+    waited = _waits(facts.repeats)
+    if waited >= limits.outage_restarts:
+        return _give_up(facts, f"{waited} waits for something outside", limits.outage_restarts)
+    wait_s = _stretch(_doubled(limits.outage_wait_s, waited, limits.outage_max_s), facts)
+    again = f"wait {waited + 1} of {limits.outage_restarts} for something outside"
+    return Decision(action="restart_after_wait", reason=f"{facts.cause}; {again}", wait_s=wait_s)
 
 
-def _go_on(verdict: Verdict, repeats: list[PastInterruption], limits: Limits, cause: str) -> Decision:
-    wait_s = _wait(verdict, repeats, limits)
+def unexplained(facts: Facts) -> Decision | None:
+    """What nobody can explain has its own, smaller budget: it is the likeliest to come again."""
+    unknown = sum(past.class_ == "unknown" for past in facts.repeats)
+    if facts.verdict.class_ != "unknown" or unknown < facts.limits.unknown_restarts:
+        return None
+    return _give_up(facts, f"{unknown} restarts after an unknown cause", facts.limits.unknown_restarts)
+
+
+def same_again(facts: Facts) -> Decision | None:
+    """The program failed alike at the same step before: another retry would only show it once more."""
+    verdict, limits = facts.verdict, facts.limits
+    if verdict.class_ not in PROGRAM_CLASSES or not verdict.signature:
+        return None
+    alike = sum(past.signature == verdict.signature and past.best_step == facts.history.best_step for past in facts.repeats)
+    if alike < limits.same_failure:
+        return None
+    return _give_up(
+        facts, f"{alike} restarts from the same failure ({verdict.signature}) at the same step", limits.same_failure
+    )
+
+
+def crash_loop(facts: Facts) -> Decision | None:
+    """However the causes alternate: enough attempts without a new step."""
+    own = len(facts.repeats) - _waits(facts.repeats)
+    return _give_up(facts, f"{own} restarts", facts.limits.max_restarts) if own >= facts.limits.max_restarts else None
+
+
+def go_on(facts: Facts) -> Decision:
+    """At once the first time; after that with doubling waits, and each time differently."""
+    verdict, repeats, limits = facts.verdict, facts.repeats, facts.limits
     if not repeats:
-        return Decision(action=verdict.action, reason=f"{cause}; first time since the last progress", wait_s=wait_s)
-    again = f"{cause}; interruption {len(repeats) + 1} without a new step, {_budget(verdict, limits)} allowed"
-    return Decision(action=verdict.action, reason=again, wait_s=wait_s)
+        return Decision(action=verdict.action, reason=f"{facts.cause}; first time since the last progress")
+    differently = _differently(len(repeats))
+    allowed = min(limits.max_restarts, limits.unknown_restarts) if verdict.class_ == "unknown" else limits.max_restarts
+    again = f"interruption {len(repeats) + 1} without a new step, {allowed} allowed; next try with {' and '.join(differently)}"
+    return Decision(
+        action=verdict.action,
+        reason=f"{facts.cause}; {again}",
+        wait_s=_stretch(_doubled(limits.backoff_s, len(repeats) - 1, limits.backoff_max_s), facts),
+        differently=differently,
+    )
 
 
-def _budget(verdict: Verdict, limits: Limits) -> int:
-    if verdict.action == "restart_after_wait":
-        return limits.outage_restarts
-    return min(limits.max_restarts, limits.unknown_restarts) if verdict.class_ == "unknown" else limits.max_restarts
+RULES: tuple[Rule, ...] = (end_as_told, free_of_charge, outage, unexplained, same_again, crash_loop)
 
 
-def _wait(verdict: Verdict, repeats: list[PastInterruption], limits: Limits) -> float:
-    """At once the first time, then doubling; an outage is given time from the first."""
-    if verdict.action == "restart_after_wait":
-        waited = _count(repeats, action="restart_after_wait")
-        return _stretch(_doubled(limits.outage_wait_s, waited, limits.outage_max_s), verdict, len(repeats), limits)
-    if not repeats:
-        return 0.0
-    return _stretch(_doubled(limits.backoff_s, len(repeats) - 1, limits.backoff_max_s), verdict, len(repeats), limits)
+def _differently(repeats: int) -> tuple[Change, ...]:
+    """More evidence first; then the state may be what is wrong: not from memory, then an older one."""
+    changes: tuple[Change, ...] = ("more_evidence", "from_storage", "older_checkpoint")
+    return changes[:repeats] if repeats < len(changes) else changes
 
 
-def _free_wait(verdict: Verdict, limits: Limits) -> float:
-    return limits.outage_wait_s if verdict.action == "restart_after_wait" else 0.0
+def _free(planned: bool, class_: str) -> bool:
+    return planned or class_ in FREE_CLASSES
+
+
+def _waits(repeats: Iterable[PastInterruption]) -> int:
+    return sum(past.action == "restart_after_wait" for past in repeats)
+
+
+def _give_up(facts: Facts, what: str, limit: int) -> Decision:
+    reason = f"{facts.cause}; crash loop: {what} brought no new step (limit {limit})"
+    return Decision(action="stop_for_human", reason=reason, given_up=True)
 
 
 def _doubled(first_s: float, times: int, longest_s: float) -> float:
     return min(first_s * 2.0 ** min(times, 64), longest_s)
 
 
-def _stretch(wait_s: float, verdict: Verdict, times: int, limits: Limits) -> float:
+def _stretch(wait_s: float, facts: Facts) -> float:
     """Jitter from the verdict's own text: different for different runs, the same when a decision is replayed."""
-    seed = f"{verdict.reason} {verdict.first_failing_rank} {verdict.node} {times}".encode()
-    return wait_s * (1.0 + limits.jitter * zlib.crc32(seed) / 2**32)
+    verdict = facts.verdict
+    seed = f"{verdict.reason} {verdict.first_failing_rank} {verdict.node} {len(facts.repeats)}".encode()
+    return wait_s * (1.0 + facts.limits.jitter * zlib.crc32(seed) / 2**32)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recovery.events import Action, Verdict
-from recovery.policy import Decision, History, Limits, PastInterruption, decide
+from recovery.policy import RULES, Decision, Facts, History, Limits, PastInterruption, decide
 
 
 def verdict(class_: str = "process_crash", action: Action = "restart", *, planned: bool = False) -> Verdict:
@@ -59,6 +59,31 @@ def test_unknown_has_its_own_smaller_budget() -> None:
     decisions = live(verdict("unknown"), Limits(max_restarts=9, unknown_restarts=2), best_steps=[5] * 3)
     assert [d.action for d in decisions] == ["restart", "restart", "stop_for_human"]
     assert "unknown cause" in decisions[-1].reason
+
+
+def test_the_same_failure_of_the_program_at_the_same_step_gets_one_confirmation() -> None:
+    alike = Verdict(class_="process_crash", component="software", action="restart", signature="exit.segv")
+    other = PastInterruption(class_="process_crash", action="restart", best_step=5, signature="crash.native")
+    once = PastInterruption(class_="process_crash", action="restart", best_step=5, signature="exit.segv")
+    limits = Limits(max_restarts=9, same_failure=2)
+    for past_ones, action in (((once,), "restart"), ((once, other), "restart"), ((once, once), "stop_for_human")):
+        decision = decide(alike, History(interruptions=past_ones, best_step=5), limits)
+        assert decision.action == action
+    assert "same failure (exit.segv) at the same step" in decision.reason
+
+
+def test_a_retry_differs_from_the_last_one() -> None:
+    decisions = live(verdict(), Limits(max_restarts=9), best_steps=[5] * 4)
+    assert [len(d.differently) for d in decisions] == [0, 1, 2, 3]
+    assert "from_storage" in decisions[2].differently
+    assert "more_evidence" in decisions[2].reason
+
+
+def test_rules_can_be_composed() -> None:
+    def never(facts: Facts) -> Decision | None:
+        return Decision(action="finish", reason="enough") if facts.cause.startswith("process") else None
+
+    assert decide(verdict(), History(), Limits(), rules=(never, *RULES)).reason == "enough"
 
 
 @pytest.mark.parametrize("class_", ["preemption", "time_limit", "host_maintenance"])
