@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftrain.device import copy_stream
 from ftrain.parallel.arrays import StatePiece
-from storage.pack import ArraySpec, PackLayout, Part
+from storage.pack import ArraySpec, PackLayout, Part, PartGeometry
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -36,19 +37,48 @@ def copy_pairs(
 ) -> list[CopyPair]:
     """(destination, source) views that, copied in order, put `pieces` where `layout` says. Parts and pieces match
     one to one.
+
+    State on a GPU is put into tile order there, in one staging buffer as large as the largest part, and crosses the
+    bus as one contiguous copy a part: a strided copy to the host would be very many small ones.
     """
     if len(pieces) != len(layout.parts):
         raise ValueError(f"{len(pieces)} pieces of state for {len(layout.parts)} parts of the layout")
     buffer = torch.from_numpy(payload)
+    staging = _staging(layout, pieces)
     pairs: list[CopyPair] = []
     for part, piece in zip(layout.parts, pieces, strict=True):
         if (part.array, tuple(part.offset), tuple(part.shape)) != (piece.array, piece.box.offset, piece.box.shape):
             raise ValueError(f"piece {piece.array} {piece.box} does not match part {part}")
-        pairs += _part_pairs(buffer, layout.specs[part.array], part, piece.tensor)
+        spec, nbytes = layout.specs[part.array], PartGeometry.of(layout.specs[part.array], part.shape).nbytes
+        host = buffer[part.position : part.position + nbytes]
+        if staging is None:
+            pairs += _part_pairs(host, spec, part, piece.tensor)
+        else:
+            pairs += _staged_pairs(host, staging[:nbytes], spec, part, piece.tensor)
     return pairs
 
 
-def _part_pairs(buffer: torch.Tensor, spec: ArraySpec, part: Part, source: torch.Tensor) -> Iterator[CopyPair]:
+def _staged_pairs(
+    host: torch.Tensor, staging: torch.Tensor, spec: ArraySpec, part: Part, source: torch.Tensor
+) -> Iterator[CopyPair]:
+    """By way of a staging buffer that other parts use too: what lies past the array's end must be zeros again."""
+    if any(n % t for n, t in zip(part.shape, spec.tile, strict=True)):
+        yield staging, torch.zeros(1, dtype=torch.uint8, device=staging.device).expand(staging.numel())
+    yield from _part_pairs(staging, spec, part, source)
+    yield host, staging
+
+
+def _staging(layout: PackLayout, pieces: Sequence[StatePiece]) -> torch.Tensor | None:
+    """A buffer on the pieces' device in which a part is put into tile order before it crosses the bus; None on CPU."""
+    device = pieces[0].tensor.device if pieces else torch.device("cpu")
+    if device.type == "cpu":
+        return None
+    largest = max(PartGeometry.of(layout.specs[part.array], part.shape).nbytes for part in layout.parts)
+    return torch.zeros(largest, dtype=torch.uint8, device=device)
+
+
+def _part_pairs(chunks: torch.Tensor, spec: ArraySpec, part: Part, source: torch.Tensor) -> Iterator[CopyPair]:
+    """Views that fill `chunks`, the bytes of one part, from its values."""
     dtype, tile, shape = TORCH_DTYPES[spec.dtype], tuple(spec.tile), tuple(part.shape)
     source = source.detach().reshape(shape)
     if not shape:
@@ -63,8 +93,7 @@ def _part_pairs(buffer: torch.Tensor, spec: ArraySpec, part: Part, source: torch
         dtype, tile, shape = torch.int32, (*tile[:-1], tile[-1] * 2), tuple(source.shape)
     grid = [math.ceil(n / t) for n, t in zip(shape, tile, strict=True)]
     stride = math.prod(tile) + 4 // dtype.itemsize
-    nbytes = stride * math.prod(grid) * dtype.itemsize
-    chunks = buffer[part.position : part.position + nbytes].view(dtype)
+    chunks = chunks.view(dtype)
     for region in itertools.product(*[_regions(n, t) for n, t in zip(shape, tile, strict=True)]):
         yield _region_pair(chunks, source, grid=grid, tile=tile, stride=stride, region=region)
 
@@ -98,7 +127,8 @@ def _region_pair(
 
 
 def run_copy(pairs: Sequence[CopyPair]) -> None:
-    """Copy everything. Releases the GIL inside each copy."""
-    with torch.no_grad():
+    """Copy everything, and return when it is done. Releases the GIL inside each copy."""
+    device = pairs[0][1].device if pairs else torch.device("cpu")
+    with torch.no_grad(), copy_stream(device):
         for destination, source in pairs:
-            destination.copy_(source)
+            destination.copy_(source, non_blocking=True)

@@ -8,7 +8,7 @@ chunk's crc32c, and where the manifest has digests, the layout-free digest of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ from storage.manifest import Manifest
 from storage.pack import ArraySpec
 from storage.reader import Want
 from storage.run import RunStore
+
+STAGED_NBYTES = 256 * 2**20  # of state on a GPU that is loaded into host memory before it is moved
 
 
 class Restorable(Protocol):
@@ -143,12 +145,29 @@ def _attempt(action: Callable[[], None]) -> str | None:
 def _load(engine: Restorable, checkpoint: Checkpoint) -> None:
     """Fill the engine's pieces. Weights are not read: they are the rounded masters, by the format's invariant."""
     _check_shapes(engine.array_specs(), checkpoint.manifest)
-    wants = [
-        Want(piece.array, piece.box, _view(piece.tensor.reshape(piece.box.shape)))
-        for piece in engine.pieces()
-        if not piece.array.startswith("weights/")
-    ]
-    checkpoint.load(wants)
+    pieces = [piece for piece in engine.pieces() if not piece.array.startswith("weights/")]
+    for some in _batches(pieces):
+        hosts = [piece.tensor.detach().cpu() for piece in some]  # the tensor itself on CPU
+        checkpoint.load([Want(p.array, p.box, _view(host.reshape(p.box.shape))) for p, host in zip(some, hosts, strict=True)])
+        for piece, host in zip(some, hosts, strict=True):
+            if host.device != piece.tensor.device:
+                piece.tensor.detach().copy_(host)
+
+
+def _batches(pieces: Sequence[StatePiece]) -> Iterator[Sequence[StatePiece]]:
+    """All at once on CPU, where values go straight to their place; bounded by host memory where they are staged."""
+    if not pieces or pieces[0].tensor.device.type == "cpu":
+        yield pieces
+        return
+    batch: list[StatePiece] = []
+    nbytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        nbytes += piece.tensor.nbytes
+        if nbytes >= STAGED_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
 
 
 def _check_shapes(specs: Sequence[ArraySpec], manifest: Manifest) -> None:
@@ -177,7 +196,7 @@ def live_digests(engine: Restorable) -> dict[str, int]:
     totals = [0] * len(specs)
     for piece in (piece for piece in engine.pieces() if piece.owner):
         spec = specs[index[piece.array]]
-        stored = piece.tensor.detach().to(TORCH_DTYPES[piece.dtype]).reshape(piece.box.shape)
+        stored = piece.tensor.detach().cpu().to(TORCH_DTYPES[piece.dtype]).reshape(piece.box.shape)
         bits = _view(stored)
         bits = bits.view(np.dtype(f"u{bits.dtype.itemsize}"))
         totals[index[piece.array]] = (totals[index[piece.array]] + digest_box(bits, tuple(spec.shape), piece.box)) % 2**64

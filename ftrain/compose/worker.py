@@ -23,6 +23,7 @@ from ftrain.compose.args import WorkerArgs
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
 from ftrain.data.stdlib import cache_root
+from ftrain.device import backend, choose, pin
 from ftrain.faults import Faults
 from ftrain.load import fingerprint
 from ftrain.parallel.mesh import Mesh
@@ -58,13 +59,16 @@ def main(context: WorkerContext) -> None:
     config = msgspec.convert(args.config, Config)
     torch.set_num_threads(config.machine.threads)
     context.heartbeat.beat("rendezvous")
-    _join(context, args.port, config.parallel.ranks, config.recovery.collective_s)
+    device = choose(config.machine, context.rank)
+    _join(context, args.port, config.parallel.ranks, config.recovery.collective_s, backend(device))
     context.heartbeat.beat("build")
     slots = {name: ArenaSlot(fd, populate=name in args.own_slots) for name, fd in context.fds.items()}
+    for name in args.own_slots:
+        pin(slots[name].bytes, device)
     engine = Engine(
         config,
         mesh=Mesh(mesh_shape(config), context.rank),
-        device=torch.device("cpu"),
+        device=device,
         dataset=Dataset(config, root=cache_root()),
         progress=lambda phase, microbatch: context.heartbeat.beat(phase, microbatch=microbatch),
     )
@@ -132,7 +136,7 @@ def _ready(rank: int, restored: Restored) -> Ready:
     )
 
 
-def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> None:
+def _join(context: WorkerContext, port: int, world: int, timeout_s: float, backend: str) -> None:
     """Form the process group. The listener was bound by the agent, so no port can be lost in between."""
     if world == 1:
         return
@@ -148,7 +152,7 @@ def _join(context: WorkerContext, port: int, world: int, timeout_s: float) -> No
         master_listen_fd=listener,
     )
     store = dist.PrefixStore(f"attempt-{context.attempt}", server)  # type: ignore[attr-defined]  # as above
-    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=world, timeout=timeout)
 
 
 def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrain.checkpoint.copy import copy_pairs, run_copy
+from ftrain.checkpoint.copy import _staged_pairs, copy_pairs, run_copy
 from ftrain.parallel.arrays import StatePiece
 from storage.box import Box
-from storage.pack import ArraySpec, plan_pack, write_part
+from storage.pack import ArraySpec, PartGeometry, plan_pack, seal, write_part
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -71,3 +71,24 @@ def test_pieces_that_do_not_match_the_layout_are_refused() -> None:
     with pytest.raises(ValueError, match="0 pieces"):
         copy_pairs(np.zeros(layout.nbytes, np.uint8), layout, [])
     assert layout.nbytes == math.prod((2, 4)) * 4 + 4
+
+
+def test_the_staged_copy_of_a_gpu_leaves_no_stale_bytes_behind_an_edge() -> None:
+    """The staging buffer serves all parts: the second part's edge chunk must not carry values of the first."""
+    specs = {
+        name: ArraySpec(name=name, shape=shape, dtype="float32", tile=(2, 4))
+        for name, shape in (("master/a", (4, 8)), ("master/b", (3, 5)))
+    }
+    layout = plan_pack(specs, [(name, Box.whole(spec.shape)) for name, spec in specs.items()])
+    tensors = [torch.full(spec.shape, float(number + 1)) for number, spec in enumerate(specs.values())]
+    ours, theirs = np.zeros(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
+    staging = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
+    for part, tensor in zip(layout.parts, tensors, strict=True):
+        spec = specs[part.array]
+        nbytes = PartGeometry.of(spec, part.shape).nbytes
+        host = torch.from_numpy(ours)[part.position : part.position + nbytes]
+        run_copy(list(_staged_pairs(host, staging[:nbytes], spec, part, tensor)))
+        write_part(theirs, spec, part, tensor.numpy())
+    seal(ours, layout)
+    seal(theirs, layout)
+    assert np.array_equal(ours, theirs)
