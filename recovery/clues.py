@@ -23,6 +23,8 @@ from recovery.messages import CollectEvidence, EvidenceCollected
 LIMIT_S = 0.8
 STACKS_S = 0.3
 UNBORN_BYTES = 16 * 1024
+LOG_BYTES = 192 * 1024  # of all ranks together: reading them takes time, and a restart waits for the verdict
+LEAST_BYTES = 8 * 1024
 
 
 class Clues:
@@ -62,7 +64,7 @@ class Clues:
         }
         errors = {rank: paths.error_file(self._folder, crew.attempt, rank) for rank in ranks}
         return {
-            "logs": lambda: log_tails(logs),
+            "logs": lambda: log_tails(logs, max_bytes=max(LOG_BYTES // max(1, len(logs)), LEAST_BYTES)),
             "zygote's log": lambda: log_tails(dict(list(unborn.items())[:1]), max_bytes=UNBORN_BYTES),
             "error files": lambda: _unsaid(error_files(errors), logs),
             "memory cgroup": crew.oom.source,

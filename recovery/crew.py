@@ -146,6 +146,7 @@ class Crew:
             fd_names=tuple(fds),
             agent_pid=os.getpid(),
             error_file=str(self._path(paths.error_file, worker)),
+            batch=len(self.workers),
         )
         worker.port = Port(around.loop, channel(ours, FromWorkerProcess), lambda it: self._frame(worker, it), lambda: None)
         asked = around.to_zygote(request, tuple(fds.values()))

@@ -290,6 +290,8 @@ class Fork(Message, frozen=True, kw_only=True):
     fd_names: tuple[str, ...]
     agent_pid: int
     error_file: str
+    batch: int = 1
+    """How many requests come in a row, this one the first of them or further on."""
 
 
 class ZygoteReady(Message, frozen=True, kw_only=True):

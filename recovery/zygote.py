@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from recovery.launch import die_with_parent
 from recovery.messages import Fork, Forked, ForkFailed, ToWorkerProcess, ToZygote, ZygoteReady
-from recovery.wire import Channel, channel, close_all
+from recovery.wire import Channel, Frame, channel, close_all
 from recovery.worker import run_worker
 
 ADOPTION_LIMIT_S = 10.0
@@ -59,52 +59,79 @@ def check_one_thread() -> None:
 
 
 def serve(agent: Channel[Fork]) -> None:
-    """Fork a worker for each request, until the agent hangs up."""
-    while (frame := agent.receive()) is not None:
+    """Fork the workers of each request, until the agent hangs up."""
+    while (first := agent.receive()) is not None:
+        batch = [first]
+        while len(batch) < first.message.batch and (more := agent.receive()) is not None:
+            batch.append(more)
         check_one_thread()
-        agent.send(fork_worker(frame.message, frame.fds, agent))
-        close_all(frame.fds)
+        for answer in fork_workers(batch, agent):
+            agent.send(answer)
+        for frame in batch:
+            close_all(frame.fds)
         agent.drain(ADOPTION_LIMIT_S)
 
 
-def fork_worker(request: Fork, fds: Sequence[int], agent: Channel[Fork]) -> Forked | ForkFailed:
-    """Fork twice. The process in the middle only reports the worker's pid and leaves."""
+def fork_workers(batch: Sequence[Frame[Fork]], agent: Channel[Fork]) -> list[Forked | ForkFailed]:
+    """Fork one process in the middle, and from it all workers: it only reports their pids and leaves.
+
+    One for all, because a fork copies the page tables of everything imported: n + 1 copies rather than 2 n.
+    """
     reader, writer = os.pipe()
     flush()
+    reason, told = "the process in the middle died", b""
     try:
         middle = os.fork()
         if middle == 0:
             os.close(reader)
-            _middle(request, fds, agent, writer)
+            _middle(batch, agent, writer)
         os.close(writer)
         writer = -1
-        answer = os.read(reader, RESULT.size)
+        told = read_all(reader)
         os.waitpid(middle, 0)
     except OSError as error:
-        return ForkFailed(attempt=request.attempt, rank=request.rank, reason=f"fork: {error.strerror}")
+        reason = f"fork: {error.strerror}"
     finally:
         close_all([fd for fd in (reader, writer) if fd >= 0])
-    pid, number = RESULT.unpack(answer) if len(answer) == RESULT.size else (0, 0)
-    if pid <= 0:
-        return ForkFailed(attempt=request.attempt, rank=request.rank, reason=f"fork: {os.strerror(number)}")
-    return Forked(attempt=request.attempt, rank=request.rank, pid=pid)
+    results = [*RESULT.iter_unpack(told[: len(told) - len(told) % RESULT.size])]
+    results += [(0, 0)] * (len(batch) - len(results))
+    return [_answer(frame.message, pid, number, reason) for frame, (pid, number) in zip(batch, results, strict=True)]
 
 
-def _middle(request: Fork, fds: Sequence[int], agent: Channel[Fork], writer: int) -> NoReturn:
-    try:
-        worker = os.fork()
-    except OSError as error:
-        os.write(writer, RESULT.pack(0, error.errno or 0))
-        os._exit(1)
-    if worker == 0:
+def _answer(request: Fork, pid: int, number: int, reason: str) -> Forked | ForkFailed:
+    if pid > 0:
+        return Forked(attempt=request.attempt, rank=request.rank, pid=pid)
+    reason = f"fork: {os.strerror(number)}" if number else reason
+    return ForkFailed(attempt=request.attempt, rank=request.rank, reason=reason)
+
+
+def read_all(fd: int) -> bytes:
+    """Everything until the end of the stream."""
+    parts = []
+    while part := os.read(fd, 1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _middle(batch: Sequence[Frame[Fork]], agent: Channel[Fork], writer: int) -> NoReturn:
+    for frame in batch:
         try:
-            os.close(writer)
-            _become_worker(request, fds, agent)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.write(writer, RESULT.pack(worker, 0))
+            worker = os.fork()
+        except OSError as error:
+            os.write(writer, RESULT.pack(0, error.errno or 0))
+            continue
+        if worker == 0:
+            try:
+                os.close(writer)
+                for other in batch:
+                    if other is not frame:
+                        close_all(other.fds)
+                _become_worker(frame.message, frame.fds, agent)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.write(writer, RESULT.pack(worker, 0))
     os._exit(0)
 
 

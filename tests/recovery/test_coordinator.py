@@ -305,15 +305,15 @@ def test_foreign_packages_in_the_current_folder_do_no_harm(tmp_path):
 
 
 def test_what_a_worker_started_dies_with_it(tmp_path):
-    with toy_run(tmp_path, faults=(Fault(how="leave child", step=3),)) as run:
+    with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="leave child", step=3),)) as run:
         run.start()
-        run.worker_pids()
-        run.wait_event(AttemptStarted, lambda event: event.attempt == 1)
+        run.wait_event(Ready, lambda event: event.attempt == 1)
         members = run.members()
-        assert run.wait() == ExitCode.DONE
+        assert len(members) == 4  # agent, zygote, two workers
+        assert "killing left-over process" in (tmp_path / "logs" / "agent.log").read_text()
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
         assert all(gone(pid) for pid in members)
-        agent_log = (tmp_path / "logs" / "agent.log").read_text()
-        assert "killing left-over process" in agent_log
 
 
 def restarts_leave_nothing(tmp_path: Path, restarts: int) -> None:
