@@ -57,12 +57,11 @@ _COMMON: tuple[Callable[[F], F], ...] = (
     click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none"),
     click.option("--sharding", type=click.Choice(["zero1", "fsdp", "hfsdp"]), default="zero1"),
     click.option("--inner", type=int, default=1, help="hfsdp: members of an inner group."),
-    click.option("--sp/--no-sp", "sequence_parallel", default=True, help="Sequence parallelism where tp > 1."),
     click.option("--overlap", is_flag=True, help="Hide DP communication behind compute."),
     click.option("--json", "as_json", is_flag=True, help="Print as JSON."),
     click.option("--explain", is_flag=True, help="Print formula, inputs and source of every number."),
 )
-_OPTIONS = ("params", "schedule", "chunks", "recompute", "sharding", "inner", "sequence_parallel", "overlap")
+_OPTIONS = ("params", "schedule", "chunks", "recompute", "sharding", "inner", "overlap")
 
 
 def common(command: Callable[..., None]) -> Callable[..., None]:

@@ -27,24 +27,27 @@ class Saved:
 
 
 def saved_tensors(setup: Setup) -> tuple[Saved, ...]:
-    """What one layer keeps, and under which recompute policies. t: TP, r: t under sequence parallelism, else 1; w: bytes
-    of an activation."""
+    """What one layer keeps, and under which recompute policies. t: TP, r: t under sequence parallelism, else 1; g: r if
+    inputs are gathered again, else 1; w: bytes of an activation."""
     model, mesh, t, r, w = setup.config.model, setup.mesh, setup.mesh.tp, setup.sp, setup.width
+    g = r if setup.config.parallel.sp_regather else 1
     tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, mesh.cp)
+    normed = w * tokens * (Fraction(setup.queries, t) + setup.local_keys) if model.qk_norm else Fraction(0)
     always: tuple[Recompute, ...] = ("none", "selective", "full")
     some: tuple[Recompute, ...] = ("none", "selective")
     rows: tuple[tuple[str, str, Fraction, tuple[Recompute, ...]], ...] = (
         ("layer input", "w sbh / r", w * tokens * model.hidden / r, always),
-        ("normed input of attention", "w sbh / r", w * tokens * model.hidden / r, ("none",)),
+        ("normed input of attention", "w sbh / g", w * tokens * model.hidden / g, ("none",)),
         ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), some),
+        ("q, k before their norm", "w sb (q + kv) / t", normed, some),
         ("attention output", "w sbq / t", w * tokens * setup.queries / t, some),
         ("log-sum-exp", "4 sba / t", 4 * tokens * model.heads / t, some),
         ("input of the MLP's norm", "w sbh / r", w * tokens * model.hidden / r, some),
-        ("normed input of the MLP", "w sbh / r", w * tokens * model.hidden / r, ("none",)),
+        ("normed input of the MLP", "w sbh / g", w * tokens * model.hidden / g, ("none",)),
         ("gate and up", "2w sbf / t", 2 * w * tokens * model.ffn / t, some),
         ("SwiGLU product", "w sbf / t", w * tokens * model.ffn / t, ("none",)),
     )
-    return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows)
+    return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows if value)
 
 
 def layer_bytes(setup: Setup) -> Fraction:

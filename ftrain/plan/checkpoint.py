@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from ftrain.plan import failure_table, interval, state
 from ftrain.plan.figure import Answer, Section, Table, Value, duration, nbytes, number, percent, seconds, why
-from ftrain.plan.params import shards
+from ftrain.plan.params import largest
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 
 STORED = state.WEIGHT + state.MASTER + state.MOMENTS
@@ -44,8 +44,7 @@ class Costs:
 
 def rank_bytes(setup: Setup) -> Fraction:
     """What the busiest rank writes: its ZeRO-1 share, weights rounded from its masters."""
-    largest = max(held.total for held in shards(setup))
-    return Fraction(STORED * largest, setup.mesh.shards)
+    return Fraction(STORED * largest(setup).total, setup.mesh.shards)
 
 
 def stall_s(setup: Setup, costs: Costs) -> float:

@@ -40,15 +40,33 @@ def step_flops(setup: Setup, *, causal: bool = True) -> int:
 
 def stage_flops(setup: Setup) -> tuple[Fraction, ...]:
     """Model FLOPs of each virtual stage for one micro-batch on one rank (forward and backward)."""
-    tokens = Fraction(setup.config.batch.micro_batch * setup.config.data.seq_len, setup.mesh.cp)
+    return tuple(_share(setup) * flops for flops in _per_token(setup))
+
+
+def _share(setup: Setup) -> Fraction:
+    """Tokens of a micro-batch that a rank's operations amount to."""
+    return Fraction(setup.config.batch.micro_batch * setup.config.data.seq_len, setup.mesh.cp * setup.mesh.tp)
+
+
+def _per_token(setup: Setup) -> list[int]:
     layer = layer_flops(setup) + attention_flops(setup)
-    sizes = [len(stage) for stage in setup.stages]
-    whole = [count * layer + (head_flops(setup) if i == len(sizes) - 1 else 0) for i, count in enumerate(sizes)]
-    return tuple(tokens * flops / setup.mesh.tp for flops in whole)
+    flops = [len(stage) * layer for stage in setup.stages]
+    flops[-1] += head_flops(setup)
+    return flops
+
+
+def _loads(setup: Setup) -> list[int]:
+    """Operations of each pipeline rank for one token."""
+    stages = _per_token(setup)
+    return [sum(stages[stage] for stage in setup.stages_of(rank)) for rank in range(setup.mesh.pp)]
+
+
+def slowest(setup: Setup) -> Fraction:
+    """Model FLOPs of the pipeline rank that does most, for one micro-batch."""
+    return _share(setup) * max(_loads(setup))
 
 
 def imbalance(setup: Setup) -> Fraction:
     """The slowest pipeline rank's work over the mean: what a step waits for at best."""
-    stages = stage_flops(setup)
-    loads = [sum((stages[stage] for stage in setup.stages_of(rank)), start=Fraction(0)) for rank in range(setup.mesh.pp)]
-    return max(loads) * len(loads) / sum(loads)
+    loads = _loads(setup)
+    return Fraction(max(loads) * len(loads), sum(loads))

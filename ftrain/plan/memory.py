@@ -14,7 +14,7 @@ from ftrain.parallel.schedule import rank_of
 from ftrain.plan import state
 from ftrain.plan.activations import in_flight, layer_bytes, logits_bytes, paper_layer_bytes, saved_tensors, working_bytes
 from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
-from ftrain.plan.params import Shard, replicated, shards
+from ftrain.plan.params import Shard, heaviest, replicated, shard
 from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Recompute, Setup, layout
 
 NOT_INCLUDED = (
@@ -50,14 +50,13 @@ class RankMemory:
         return self.state + self.activations + self.buffers
 
 
-def all_ranks(setup: Setup, *, only: frozenset[int] = frozenset()) -> tuple[RankMemory, ...]:
+def all_ranks(setup: Setup, *, only: tuple[int, ...] = ()) -> tuple[RankMemory, ...]:
     """The memory of every pipeline rank (or of `only` those), of its most loaded TP rank."""
     stage_layer, working, head = layer_bytes(setup) / setup.chunks, working_bytes(setup), logits_bytes(setup)
     buffers, split = buffer_bytes(setup), state.shares(setup)
-    found, head_rank = [], _head_rank(setup)
-    for pp, (own, held) in enumerate(zip(shards(setup), in_flight(setup), strict=True)):
-        if only and pp not in only:
-            continue
+    found, head_rank, held = [], _head_rank(setup), in_flight(setup)
+    for pp in only or range(setup.mesh.pp):
+        own = shard(setup, pp)
         found.append(
             RankMemory(
                 pp=pp,
@@ -67,7 +66,7 @@ def all_ranks(setup: Setup, *, only: frozenset[int] = frozenset()) -> tuple[Rank
                 gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
                 master=Fraction(state.MASTER * own.total, split["master"]),
                 moments=Fraction(state.MOMENTS * own.total, split["moments"]),
-                activations=held * own.layers * stage_layer + working + (head if pp == head_rank else 0),
+                activations=held[pp] * own.layers * stage_layer + working + (head if pp == head_rank else 0),
                 buffers=buffers + _gathered(setup, own),
             )
         )
@@ -75,9 +74,8 @@ def all_ranks(setup: Setup, *, only: frozenset[int] = frozenset()) -> tuple[Rank
 
 
 def heaviest_ranks(setup: Setup) -> tuple[RankMemory, ...]:
-    """The ranks among which the worst one is: both ends, and the second, which has as many layers as any other in between and
-    holds no fewer micro-batches."""
-    return all_ranks(setup, only=frozenset({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
+    """The ranks among which the worst one is: no other holds more parameters or more micro-batches."""
+    return all_ranks(setup, only=heaviest(setup))
 
 
 def _head_rank(setup: Setup) -> int:

@@ -38,6 +38,12 @@ def layer_matrices(setup: Setup) -> int:
     return attention + 3 * model.hidden * model.ffn // tp
 
 
+def norm_params(setup: Setup) -> int:
+    """Norm parameters of one layer: two of the residual stream, two of a head's queries and keys if there are any."""
+    model = setup.config.model
+    return 2 * model.hidden + (2 * head_dim(setup.config) if model.qk_norm else 0)
+
+
 def vocabulary_rows(setup: Setup) -> int:
     """Rows of the embedding (and of the head) on the first TP rank: the vocabulary is cut in whole units of rows."""
     vocab, tp = setup.config.model.vocab, setup.mesh.tp
@@ -51,15 +57,25 @@ def vocabulary_rows(setup: Setup) -> int:
 
 
 def shards(setup: Setup) -> tuple[Shard, ...]:
-    """What each pipeline rank holds, on the TP rank that holds most."""
-    if "shards" not in setup.memo:
-        matrices, rows = layer_matrices(setup), vocabulary_rows(setup) * setup.config.model.hidden
-        setup.memo["shards"] = tuple(_shard(setup, rank, matrices=matrices, rows=rows) for rank in range(setup.mesh.pp))
-    found: tuple[Shard, ...] = setup.memo["shards"]
-    return found
+    """What each pipeline rank holds."""
+    return tuple(shard(setup, rank) for rank in range(setup.mesh.pp))
 
 
-def _shard(setup: Setup, rank: int, *, matrices: int, rows: int) -> Shard:
+def heaviest(setup: Setup) -> tuple[int, ...]:
+    """The pipeline ranks among which the largest shard is: both ends, and the second, which has as many layers as any other."""
+    return tuple(sorted({0, min(1, setup.mesh.pp - 1), setup.mesh.pp - 1}))
+
+
+def largest(setup: Setup) -> Shard:
+    """The largest shard of all pipeline ranks."""
+    return max((shard(setup, rank) for rank in heaviest(setup)), key=lambda own: own.total)
+
+
+def shard(setup: Setup, rank: int) -> Shard:
+    """What a pipeline rank holds, on the TP rank that holds most."""
+    if "sizes" not in setup.memo:
+        setup.memo["sizes"] = (layer_matrices(setup), vocabulary_rows(setup) * setup.config.model.hidden)
+    matrices, rows = setup.memo["sizes"]
     model, mesh = setup.config.model, setup.mesh
     stages = setup.stages_of(rank)
     layers = sum(len(setup.stages[stage]) for stage in stages)
@@ -67,7 +83,7 @@ def _shard(setup: Setup, rank: int, *, matrices: int, rows: int) -> Shard:
     return Shard(
         layers=layers,
         matrices=layers * matrices,
-        norms=layers * 2 * model.hidden + (model.hidden if last else 0),
+        norms=layers * norm_params(setup) + (model.hidden if last else 0),
         embedding=rows if first else 0,
         head=rows if last and not (model.tied and first) else 0,
     )
@@ -76,6 +92,6 @@ def _shard(setup: Setup, rank: int, *, matrices: int, rows: int) -> Shard:
 def replicated(setup: Setup) -> int:
     """Extra copies of parameters that TP ranks hold more than once (norms; key and value heads where tp exceeds them)."""
     model, tp = setup.config.model, setup.mesh.tp
-    norms = (tp - 1) * model.hidden * (2 * model.layers + 1)
+    norms = (tp - 1) * (model.layers * norm_params(setup) + model.hidden)
     copies = max(0, tp - kv_heads(setup.config)) * head_dim(setup.config) * 2 * model.hidden * model.layers
     return norms + copies

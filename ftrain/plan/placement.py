@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from ftrain.config import Axis
 from ftrain.parallel.shape import AXES, MeshShape
@@ -56,9 +57,8 @@ def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int) -> float:
     if not axes:
         return 0.0
     if len(axes) == 1:
-        members = mesh.group(0, axes)
-        stride = members[1]
-        span = stride * len(members)
+        stride = prod(mesh.size(axis) for axis in mesh.order[: mesh.order.index(axes[0])])
+        span = stride * mesh.size(axes[0])
         if unit % span == 0:
             return 0.0
         if (span % unit == 0 or span == mesh.world) and (unit % stride == 0 or stride % unit == 0):

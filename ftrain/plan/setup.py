@@ -43,8 +43,6 @@ class Options:
     sharding: Sharding = "zero1"
     inner: int = 1
     """HFSDP: members of the inner group, which shares weights and gradients."""
-    sequence_parallel: bool = True
-    """Only where tp > 1: norms and residuals cut along the sequence."""
     overlap: bool = False
     """Gradient reduction and parameter gathering hidden behind compute; off by default, as in Megatron Core 0.19.2."""
     params: int = 0
@@ -114,7 +112,7 @@ class Setup:
     @property
     def sp(self) -> int:
         """By how much norms and residuals are cut: tp under sequence parallelism, else 1."""
-        return self.mesh.tp if self.options.sequence_parallel else 1
+        return self.mesh.tp if self.config.parallel.sp else 1
 
     def require_schedule(self) -> None:
         """Raises IllegalScheduleError if the schedule cannot run this many micro-batches on these stages."""

@@ -14,7 +14,7 @@ from fractions import Fraction
 from ftrain.plan import checkpoint, cost, state
 from ftrain.plan.activations import working_bytes
 from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
-from ftrain.plan.params import shards
+from ftrain.plan.params import largest
 from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.traffic import group_path
@@ -52,14 +52,12 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
     if not profile.peak_flops:
         raise ValueError(f"the profile {profile.name} names no peak: no time is predicted rather than guessed")
     rate = profile.peak_flops * profile.assumed.kernel_share
-    stages = cost.stage_flops(setup)
-    heaviest = max(sum((stages[s] for s in setup.stages_of(rank)), start=Fraction(0)) for rank in range(mesh.pp))
-    compute = float(heaviest) * setup.microbatches / rate
+    compute = float(cost.slowest(setup)) * setup.microbatches / rate
     recompute = compute * _recomputed(setup)
     exposed = _exposed(setup)
     inside = compute + recompute + exposed["TP"] + exposed["CP"]
     idle = float(_idle(setup, exact=exact))
-    params = max(held.total for held in shards(setup))
+    params = largest(setup).total
     touched = 2 * params * (state.MASTER + state.MOMENTS) / mesh.shards + params * state.GRADIENT / mesh.shards
     return Step(
         compute=compute,

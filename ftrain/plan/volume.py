@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from ftrain.config import Axis
 from ftrain.plan import state
-from ftrain.plan.params import shards
+from ftrain.plan.params import heaviest, largest, shard
 from ftrain.plan.setup import Setup
 
 
@@ -46,7 +46,7 @@ def activation_bytes(setup: Setup) -> Fraction:
 def volumes(setup: Setup) -> tuple[Volume, ...]:
     """Every group of more than one member, innermost axis first."""
     mesh, m = setup.mesh, setup.microbatches
-    layers = max(held.layers for held in shards(setup))
+    layers = max(shard(setup, rank).layers for rank in heaviest(setup))
     found = (
         Volume(name="TP", axes=("tp",), members=mesh.tp, nbytes=4 * ring(mesh.tp) * activation_bytes(setup) * layers * m,
                formula="4 x 2(t-1)/t x w sbh/c x layers x m (2 forward, 2 backward; with SP as all-gather + reduce-scatter)"),
@@ -70,7 +70,7 @@ def _pipeline(setup: Setup) -> Fraction:
 
 def _data(setup: Setup) -> Volume:
     mesh, m = setup.mesh, setup.microbatches
-    params = max(held.total for held in shards(setup))
+    params = largest(setup).total
     once = half_ring(mesh.shards) * params
     if setup.options.sharding == "zero1":
         nbytes, formula = once * (state.GRADIENT + state.WEIGHT), "(d-1)/d x params x (4 B reduce-scatter + 2 B all-gather)"

@@ -31,6 +31,7 @@ CASES = [
     ("llama3-8b", "parallel.tp=16", "parallel.pp=2"),  # more TP ranks than kv heads
     ("llama3-8b", "parallel.tp=4", "model.vocab=128259"),  # a vocabulary that does not divide
     ("llama3-8b", "model.tied=true"),
+    ("llama3-8b", "model.qk_norm=true", "parallel.tp=2"),
     ("tiny-dp2",),
 ]
 
@@ -96,10 +97,12 @@ def test_paper_formulas_for_gpt3_175b() -> None:
 def test_recompute_keeps_less_and_sequence_parallelism_cuts_the_rest() -> None:
     kept = [layer_bytes(setup("llama3-405b", recompute=policy)) for policy in ("none", "selective", "full")]
     assert kept[0] > kept[1] > kept[2] == Fraction(2 * 8192 * 16384, 8)
-    whole = {item.name: item.nbytes for item in saved_tensors(setup("llama3-405b", sequence_parallel=False))}
+    whole = {item.name: item.nbytes for item in saved_tensors(setup("llama3-405b", "parallel.sp=false"))}
     cut = {item.name: item.nbytes for item in saved_tensors(setup("llama3-405b"))}
     assert whole["layer input"] == 8 * cut["layer input"]
     assert whole["q, k, v"] == cut["q, k, v"]
+    kept = {item.name: item.nbytes for item in saved_tensors(setup("llama3-405b", "parallel.sp_regather=false"))}
+    assert kept["normed input of the MLP"] == 8 * cut["normed input of the MLP"]
 
 
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
