@@ -137,8 +137,9 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=
 
     def check(self) -> Table:
         """Itself, or TableError: unknown classes, names used twice, expressions that do not compile, no source given."""
-        names = [entry.name for entry in (*self.signature, *self.exit)]
-        for entry in (*self.signature, *self.exit):
+        entries: list[Signature | ExitMeaning] = [*self.signature, *self.exit]
+        names = [entry.name for entry in entries]
+        for entry in entries:
             if entry.class_ not in self.classes:
                 raise TableError(f"{entry.name}: class {entry.class_!r} is not in [classes]")
             if names.count(entry.name) > 1:
