@@ -22,13 +22,14 @@ from ftrain.config import Config
 from ftrain.load import fingerprint, require_available
 from recovery.launch import python
 from recovery.memory import check_fits, room
+from recovery.owner import claim
 from storage.objects import check_store, open_store
 
 
 def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | None] | None, take_over: bool) -> Path:
     """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
 
-    Raises ConfigProblems, RefusedError, or a StorageError: in words, before anything has been started.
+    Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     require_available(config)
     config = with_absolute_url(config)
@@ -44,7 +45,7 @@ def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | Non
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     folder = local_dir(config)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    claim(folder, take_over=take_over).release()  # a live run reads what is written below whenever its coordinator starts again
     launch = Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
