@@ -1,4 +1,4 @@
-"""What lies in storage is opened by others, damaged, copied: stock zarr reads it, and damage is found, named and passed over."""
+"""What lies in storage is read by stock zarr, copied and damaged: damage is found, named and passed over."""
 
 from __future__ import annotations
 

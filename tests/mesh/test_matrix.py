@@ -1,8 +1,8 @@
 """Save on one mesh, load on another: the state is the same array by array, whoever wrote it and whoever reads it.
 
 Rows are (load mesh, tier). The save mesh is DP 4, three steps into training; the loader saves what it has loaded, and DP 4
-loads that again and goes on: bitwise as if nothing had happened. The model has a matrix large enough for ZeRO-1 to cut it, so that
-the boxes of different meshes really do not match.
+loads that again and goes on: bitwise as if nothing had happened. The model has a matrix large enough for ZeRO-1 to cut it, so
+that the boxes of different meshes really do not match.
 """
 
 from __future__ import annotations
