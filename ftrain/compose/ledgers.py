@@ -67,7 +67,10 @@ class LedgerTail:
     def new(self) -> list[AnyEvent]:
         """Whole events written since the last call. A torn line waits for its rest."""
         events: list[AnyEvent] = []
+        newest = max(self._read, default="")
         for name, path in self._segments().items():
+            if name < newest:
+                continue  # closed and read: a segment is only ever followed by a later one
             try:
                 with path.open("rb") as file:
                     file.seek(self._read.get(name, 0))
