@@ -139,6 +139,7 @@ def _holds(setup: Setup, rank: int) -> Section:
         ),
         tables=(Table(key="boxes", title=f"The first {len(rows)} of its boxes", columns=("array", "offset", "shape", "bytes"),
                       rows=rows, source="ftrain.parallel.buckets"),),
+        notes=("boxes and counts are those of one stage a rank: the placement table has no virtual stages yet",) * (setup.chunks > 1),
     )  # fmt: skip
 
 
