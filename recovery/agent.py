@@ -290,6 +290,7 @@ class Agent:
                 self._push_back()
             case command if self._linked:
                 self._obey(command)
+                self._contact = time.monotonic()  # a command may take long (large memory), and meanwhile we were deaf
 
     def _welcome(self, epoch: int) -> None:
         if epoch < self._epoch and self._port is not None:

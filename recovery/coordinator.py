@@ -40,7 +40,7 @@ from recovery.messages import (
     StartAttempt,
     StopWorkers,
 )
-from recovery.owner import HeldError, claim
+from recovery.owner import HeldError, Owner, claim
 from recovery.policy import Limits
 from recovery.reception import Reception
 from recovery.spec import CoordinatorSpec
@@ -101,16 +101,16 @@ class Coordinator:
         except HeldError as error:
             return Ending(code=ExitCode.HELD, outcome="failed", reason=str(error))
         try:
-            return self._run_owned()
+            return self._run_owned(held.previous)
         finally:
             held.release()
             self.loop.close()
 
-    def _run_owned(self) -> Ending:
+    def _run_owned(self, previous: Owner | None) -> Ending:
         path = paths.coordinator_socket(self.spec.local_dir)
         reception = Reception(self.loop, path, self.agent.offered, self.desk.on_client)
         try:
-            self._begin()
+            self._begin(previous)
             ending = self._live()
             ended = events.RunEnded(t=time.time(), outcome=ending.outcome, reason=ending.reason)
             self.desk.journal.append(ended)
@@ -125,11 +125,14 @@ class Coordinator:
             if self.desk.journal is not None:
                 self.desk.journal.close()
 
-    def _begin(self) -> None:
+    def _begin(self, previous: Owner | None) -> None:
         living = living_agent(self.spec.local_dir)
         began = self.delegate.begin(self.desk.links(), resumed=living is not None)
         self.desk.journal = Journal(*self._open_ledger(self.delegate.epoch), self._on_event)
         self.desk.journal.extend(began)
+        if previous is not None:  # its record was left behind: it did not live to take it away
+            died = events.ProcessDied(t=time.time(), kind="coordinator", pid=previous.pid, status=None, node=previous.host)
+            self.desk.journal.append(died)
         self.loop.on_signal(STOP_SIGNALS, self.desk.on_signal)
         accept_stop_signals()
         if living is None or not self.agent.adopt(living, self.delegate.epoch):

@@ -17,6 +17,8 @@ from recovery.wire import Frame, channel, listen, peer_uid
 log = logging.getLogger(__name__)
 
 MAX_GUESTS = 64
+GUEST_LIMIT_S = 30.0
+PAUSE_S = 1.0
 
 
 class Reception:
@@ -36,18 +38,33 @@ class Reception:
         self._on_client = on_client
         self._guests: set[Port] = set()
         self._listener = listen(path)
-        loop.add(self._listener.fileno(), self._accept)
+        self._open()
+
+    def _open(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors: do not spin on a caller that cannot be let in
+            log.error("cannot accept a connection: %s", error)
+            self._loop.remove(self._listener.fileno())
+            self._loop.after(PAUSE_S, self._open)
             return
         if len(self._guests) >= MAX_GUESTS or not _welcome(sock):
             sock.close()
             return
         port = Port(self._loop, channel(sock, ToCoordinator), lambda frame: self._frame(port, frame), lambda: self._gone(port))
         self._guests.add(port)
+        self._loop.after(GUEST_LIMIT_S, lambda: self._show_out(port))
+
+    def _show_out(self, port: Port) -> None:
+        if port in self._guests:
+            self._guests.discard(port)
+            port.close()
 
     def _gone(self, port: Port) -> None:
         self._guests.discard(port)

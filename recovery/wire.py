@@ -33,6 +33,7 @@ MAX_FRAME = 64 << 20
 MAX_DESCRIPTORS = 200
 MAX_QUEUED = 256 << 20
 READ_SIZE = 1 << 16
+CONNECT_LIMIT_S = 1.0
 
 T = TypeVar("T")
 
@@ -296,8 +297,9 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """A connection to the listener at `path`; OSError if there is none."""
+    """A connection to the listener at `path`; OSError if there is none, or if it takes nobody in."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(CONNECT_LIMIT_S)
     try:
         with short_path(path) as name:
             sock.connect(name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from toy import Fault
@@ -161,6 +163,8 @@ def test_dead_coordinator_is_respawned_and_readopts_the_same_workers(tmp_path):
         run.wait_diary("adopted 0 memo of 0")
         wait_for_steps(run)
         assert (run.worker_pids(), run.agent_pid()) == (workers, agent)
+        died = next(event for event in run.events(ProcessDied) if event.kind == "coordinator")
+        assert (died.pid, died.status) == (coordinator, None)
         assert len(run.events(AttemptStarted)) == 1
         assert "begin resumed=True epoch=2" in run.diary()
         steps = [event.step for event in run.events(StepFinished)]
@@ -364,3 +368,33 @@ def test_supervisor_side_imports_neither_torch_nor_numpy():
     code = f"import sys, {imports}; print(sorted({{'torch', 'numpy', 'zarr', 'fsspec', 'storage'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
     assert done.stdout.decode().strip() == "[]"
+
+
+def random_kills(tmp_path: Path, seed: int, kills: int) -> None:
+    """Kill random members at random moments, the coordinator's among them; the run must go on after each, and leave nothing."""
+    random = Random(seed)
+    limits = {"max_restarts": 10**6, "unknown_restarts": 10**6, "backoff_s": 0.0}
+    with toy_run(tmp_path, steps=ENDLESS, step_s=0.002, keeper=True, limits=limits, spec={"quiet_s": 0.02}) as run:
+        parent = run.start("parent")
+        everybody: set[int] = set()
+        for _ in range(kills):
+            wait_for_steps(run, more=random.randint(1, 5))
+            agent = run.agent_pid()
+            members = descendants(parent.pid) - {parent.pid} | descendants(agent)
+            everybody |= members
+            for victim in random.sample(sorted(members), random.choice([1, 1, 2])):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+        attempts = len(run.events(AttemptStarted))
+        wait_until(lambda: not run.status()["stopping"] and run.worker_pids(), "workers")
+        wait_for_steps(run)
+        assert len(run.events(AttemptStarted)) <= attempts + 1
+        everybody |= descendants(parent.pid) | descendants(run.agent_pid())
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
+        wait_until(lambda: all(gone(pid) for pid in everybody), "no orphan")
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(6)])
+def test_random_kills(tmp_path, seed):
+    random_kills(tmp_path, seed, 8 if seed == 0 else 20)
