@@ -72,7 +72,7 @@ def _allowed(found: Sequence[Signature], line: Line) -> Iterator[Signature]:
     fitting = [s for s in found if not s.context or compiled(s.context).search(f"{line.context}\n{line.text}")]
     fitting = [s for s in fitting if not s.not_from or not compiled(s.not_from).search(_last_frame(line))]
     specific = [s for s in fitting if not s.exception]
-    yield from specific or [s for s in fitting if line.exception or line.text[:1].isalpha()]
+    yield from specific or [s for s in fitting if line.exception or (s.exception == "line" and line.text[:1].isalpha())]
 
 
 def _last_frame(line: Line) -> str:

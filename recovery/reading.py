@@ -17,13 +17,15 @@ from functools import cached_property
 from recovery.events import Where
 from recovery.evidence import Evidence
 from recovery.literals import compiled
-from recovery.templates import Reading, Table
+from recovery.templates import Noise, Reading, Table
 
 MAX_LINE = 4000  # characters looked at: longer lines are dumps, and expressions must stay fast
 CONTEXT_LINES = 8
+SHORTEST_SAYING = 12  # characters: what is left of a line when its advice is cut off must still say something
 _CODE_FRAME = re.compile(r'^\s+File "|^\s*\^+\s*$|^\s*~*\^+~*\s*$')
 _CPP_FRAME = re.compile(r"^frame #\d+:|^\s*#\d+ 0x|^Thread 0x|^\s+<no Python frame>|^Current thread 0x")
 _LEVEL = re.compile(r"\b(INFO|DEBUG|TRACE|WARNING|WARN)\b|^\[?([IWEF])\d{4} |^\[([IWEF])\d{3,4} |^\[([IWEF]) \w")
+_SENTENCE_END = re.compile(r"[.!?;] | - |, ")
 _KERNEL_TIME = re.compile(r"^\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\]")
 _TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
 
@@ -175,11 +177,23 @@ def _mark_previews(lines: Iterable[Line], reading: Reading) -> None:
 def _noise(line: Line, table: Table) -> str:
     reading = table.reading
     for noise in table.noises.find(line.text):
-        return noise.why
+        if noise.role != "advice" or not _cut_advice(line, noise):
+            return noise.why
     looks_set = any(compiled(pattern).search(line.text) for pattern in reading.config)
     if looks_set and not line.exception and not compiled(reading.config_not).search(line.text):
         return "a setting, not an event"
     return ""
+
+
+def _cut_advice(line: Line, noise: Noise) -> bool:
+    """Keep what a line says before it turns to advice ("X failed. This may be caused by Y"); False if that is nothing."""
+    starts = [match.start() for pattern in noise.patterns if (match := compiled(pattern).search(line.text))]
+    ends = [match.end() for match in _SENTENCE_END.finditer(line.text, 0, min(starts))]
+    kept = line.text[: ends[-1]] if ends else ""
+    if len(kept.strip()) < SHORTEST_SAYING:
+        return False
+    line.text = kept
+    return True
 
 
 def _is_progress(text: str, reading: Reading) -> bool:

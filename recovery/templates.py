@@ -61,7 +61,9 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Literal["cause", "cascade"] = "cause"
     level: Literal["", "any"] = ""  # any: a line of level INFO or WARNING counts as much
     survives: bool = False  # counts although training went on after it
-    exception: bool = False  # only the last line of a traceback, or a line that looks like one
+    exception: Literal["", "line", "traceback"] = (
+        ""  # only a line that looks like an exception, or only one that ends a traceback
+    )
     context: str = ""  # must be found in the traceback, the line or the few lines before it
     needs: tuple[str, ...] = ()  # counts only if one of these was found too
     not_from: str = ""  # not if the traceback ended here: a launcher's own words only repeat what a worker did
@@ -94,7 +96,7 @@ class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     why: str
     patterns: tuple[str, ...]
-    role: Literal["", "teardown"] = ""
+    role: Literal["", "teardown", "advice"] = ""  # advice: only from the sentence on that holds it
 
 
 class Reading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
