@@ -58,11 +58,12 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
 def _find(reader: Reader, table: Table) -> Iterator[Observation]:
     """Every signature in every line; ranks repeat each other, so each text is looked up once."""
     seen: dict[tuple[str, str], list[Signature]] = {}
+    index = table.by_source
     for where, lines in reader.lines.items():
         for line in lines:
             key = (where, line.text)
             if key not in seen:
-                seen[key] = table.by_source[where].find(line.text)
+                seen[key] = index[where].find(line.text)
             for signature in _allowed(seen[key], line):
                 yield Observation(signature, line, signature.weight)
 

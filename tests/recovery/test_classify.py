@@ -182,6 +182,21 @@ def test_other_wordings_of_real_software(classes: str, where: str, text: str) ->
     assert found.class_ in classes.split("|"), found
 
 
+def composed() -> list[Any]:
+    """Interruptions put together from the formats of real software, each with something that misleads."""
+    cases = [json.loads(line) for line in (CASES.parent / "composed.jsonl").read_text().splitlines()]
+    return [pytest.param(case, id=case["id"].replace(" ", "-")) for case in cases]
+
+
+@pytest.mark.parametrize("case", composed())
+def test_composed_interruptions(case: dict[str, Any]) -> None:
+    known = {name: case[name] for name in ("exit", "log", "kernel", "scheduler") if name in case}
+    found = verdict(**known)
+    assert found.class_ in case["class"], found
+    assert found.action in case["action"], found
+    assert case["rank"] in (None, found.first_failing_rank), found
+
+
 STEPS = ["step 10 loss 2.31 tokens/s 812", "step 11 loss 2.30 tokens/s 815"]
 
 
