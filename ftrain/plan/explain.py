@@ -125,6 +125,7 @@ def _holds(setup: Setup, rank: int) -> Section:
     rows = tuple(
         (name, str(list(box.offset)), str(list(box.shape)), size(14 * box.size, digits=2)) for name, box in owned[:SHOWN]
     )
+    notes = ("boxes are those of one stage a rank: the placement table has no virtual stages yet",) if setup.chunks > 1 else ()
     return Section(
         title="What it holds",
         figures=(
@@ -139,7 +140,7 @@ def _holds(setup: Setup, rank: int) -> Section:
         ),
         tables=(Table(key="boxes", title=f"The first {len(rows)} of its boxes", columns=("array", "offset", "shape", "bytes"),
                       rows=rows, source="ftrain.parallel.buckets"),),
-        notes=("boxes and counts are those of one stage a rank: the placement table has no virtual stages yet",) * (setup.chunks > 1),
+        notes=notes,
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_drawn_failures_have_the_rate_and_the_mix_of_the_table() -> None:
     assert [f.t for f in drawn] == sorted(f.t for f in drawn)
 
 
-@settings(max_examples=50)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(0, 2000), max_size=12), st.sampled_from([0, 7, 10]), st.floats(0, 30))
 def test_every_second_is_counted_once(times: list[float], snapshot: int, stall_s: float) -> None:
     rules = replace(
