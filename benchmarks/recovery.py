@@ -86,6 +86,7 @@ class Sample:
     first_step_s: float | None  # until any step of the new attempt is finished: without the work done again
     highest_step: int
     resumed_at: int | None
+    step_s: float  # of the last steps before the kill
 
 
 class Trial(ABC):
@@ -197,11 +198,12 @@ def sample(trial: Trial, kill: Kill, log: Path, *, limit_s: float = LIMIT_S) -> 
         if not wait(process, trial, lambda steps: steps[-1].number >= kill.after_step, START_S):
             raise RuntimeError(f"the run did not reach step {kill.after_step}:\n{log.read_text(errors='replace')[-3000:]}")
         recent = trial.steps()[-8:]
-        time.sleep(kill.later * (recent[-1].t - recent[0].t) / (len(recent) - 1))
+        step_s = (recent[-1].t - recent[0].t) / (len(recent) - 1)
+        time.sleep(kill.later * step_s)
         attempt, t0 = recent[-1].attempt, time.time()
         os.kill(pid, signal.SIGKILL)
         wait(process, trial, lambda steps: _recovered(steps, attempt) is not None, limit_s)
-        return _sample(trial.steps(), attempt, t0)
+        return _sample(trial.steps(), attempt, t0, step_s)
 
 
 def _recovered(steps: Sequence[Step], attempt: int) -> Step | None:
@@ -210,7 +212,7 @@ def _recovered(steps: Sequence[Step], attempt: int) -> Step | None:
     return next((step for step in steps if step.attempt > attempt and step.number > highest), None)
 
 
-def _sample(steps: Sequence[Step], attempt: int, t0: float) -> Sample:
+def _sample(steps: Sequence[Step], attempt: int, t0: float, step_s: float) -> Sample:
     first = next((step for step in steps if step.attempt > attempt), None)
     recovered = _recovered(steps, attempt)
     return Sample(
@@ -218,6 +220,7 @@ def _sample(steps: Sequence[Step], attempt: int, t0: float) -> Sample:
         first_step_s=first.t - t0 if first else None,
         highest_step=max(step.number for step in steps if step.attempt == attempt),
         resumed_at=first.number - 1 if first else None,
+        step_s=step_s,
     )
 
 
@@ -228,6 +231,7 @@ def record(samples: Sequence[Sample], failed_s: float | None) -> dict[str, Any]:
     return {
         **common.summary(seconds),
         "median_first_step_s": common.median([each.first_step_s for each in samples if each.first_step_s is not None]),
+        "median_step_s": common.median([each.step_s for each in samples]),
         "non_recoveries": sum(each.seconds is None for each in samples),
         "samples": [asdict(each) for each in samples],
     }

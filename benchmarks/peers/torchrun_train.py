@@ -87,7 +87,7 @@ def write(path: Path, text: str) -> None:
 def _join(rank: int, restart: int, world: int) -> None:
     """Meet the other rank under names of this restart.
 
-    The usual `init_process_group("gloo")` re-uses the names in torchrun's store, which lives on: whoever looks before its peer has
+    The usual `init_process_group("gloo")` re-uses the names in torchrun's store, which lives on: who looks before its peer has
     written connects to the dead process and fails ("Connection refused"), often several restarts in a row.
     """
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

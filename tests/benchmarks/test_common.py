@@ -36,7 +36,7 @@ def test_recovery_is_the_first_step_above_all_that_was_finished_before() -> None
     again = [Step(1, number, 3.0 + number / 10) for number in range(21, 27)]
     assert _recovered(before + dying, 0) is None
     assert _recovered(before + dying + again, 0) is None
-    sample = _sample([*before, *dying, *again, Step(1, 27, 9.0)], 0, t0=2.55)
+    sample = _sample([*before, *dying, *again, Step(1, 27, 9.0)], 0, t0=2.55, step_s=0.1)
     assert sample.seconds == pytest.approx(6.45)
     assert sample.first_step_s == pytest.approx(3.0 + 2.1 - 2.55)
     assert (sample.highest_step, sample.resumed_at) == (26, 20)
@@ -44,7 +44,7 @@ def test_recovery_is_the_first_step_above_all_that_was_finished_before() -> None
 
 def test_a_non_recovery_counts_against_us_and_not_for_us() -> None:
     def recovered(seconds: float | None) -> Sample:
-        return Sample(seconds=seconds, first_step_s=None, highest_step=1, resumed_at=None)
+        return Sample(seconds=seconds, first_step_s=None, highest_step=1, resumed_at=None, step_s=0.1)
 
     samples = [recovered(None), recovered(1.0), recovered(None)]
     assert record(samples, LIMIT_S)["median_s"] == 60.0
