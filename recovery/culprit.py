@@ -25,7 +25,14 @@ _MEMBER = re.compile(
 _KILLED = (-9, 137)
 _FAULT = (-11, 139, -7, 135, -4, 132, -8, 136)  # signals that only the process's own doing brings
 _TEARDOWN = frozenset({-15, 143, -9, 137})
+_ACCUSED = re.compile(
+    r"[Cc]heck rank (\d+) logs|received errors while waiting for send/recv from rank (\d+)|"
+    r"\b[Rr]ank (\d+) (?:failed to pass|never (?:joined|reported|arrived)|did not (?:join|reach|arrive|respond)|"
+    r"is (?:missing|dead|stuck|absent))"
+)
 _IN_TEXT = (
+    _ACCUSED,
+    re.compile(r"\b(?:global|GLOBAL)[_ ](?:rank|RANK)[ :=]+(\d+)"),
     re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]: ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
     re.compile(r"\brank(\d+)\["),
     re.compile(r"\bTP(\d+)\b"),
@@ -151,12 +158,17 @@ def _lowest_of_some(case: Evidence) -> int | None:
 def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
     """In a hung collective: the one rank that never reported, else the one whose sequence number is lowest."""
     seen: dict[int, int] = {}
+    accused: set[int] = set()
     for line in reader.lines["log"]:
+        if match := _ACCUSED.search(line.text):
+            accused.add(_number(match))
         rank = speaker(line)
         if rank is None or not _TIMED_OUT.search(line.text):
             continue
         numbers = [int(n) for match in _SEQUENCE.finditer(line.text) for n in match.groups() if n]
         seen[rank] = min([*numbers, seen.get(rank, 1 << 62)])
+    if len(accused) == 1:
+        return accused.pop()
     absent = [rank for rank in ranks_of(case) if rank not in seen]
     if len(seen) > 1 and len(absent) == 1:
         return absent[0]

@@ -76,6 +76,7 @@ def read(case: Evidence, table: Table) -> Reader:
         "scheduler": [Line("scheduler", i, raw, raw[:MAX_LINE]) for i, raw in enumerate(case.scheduler)],
     }
     reader = Reader(lines, steps=case.steps)
+    _mark_speakers(lines["log"], table.reading)
     _mark_tracebacks(lines["log"])
     _mark_previews(lines["log"], table.reading)
     for line in lines["log"]:
@@ -118,6 +119,19 @@ def _seconds(match: re.Match[str]) -> float | None:
         return datetime(*map(int, match.groups())).timestamp()  # type: ignore[arg-type]  # six numbers
     except ValueError:
         return None
+
+
+def _mark_speakers(lines: Iterable[Line], reading: Reading) -> None:
+    """Logs of several ranks one after the other, each under a heading."""
+    rank: int | None = None
+    for line in lines:
+        matches = (compiled(pattern).match(line.text) for pattern in reading.speakers)
+        if match := next((found for found in matches if found), None):
+            named = match.groupdict().get("rank")
+            rank = int(named) if named else None
+            line.noise = "a heading"
+        elif rank is not None and line.rank is None:
+            line.rank, line.speaker = rank, f"rank {rank}"
 
 
 def _kernel_t(raw: str) -> float | None:

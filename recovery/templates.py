@@ -103,6 +103,7 @@ class Reading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a log is read: who speaks, what is a finished step, what is data or a setting."""
 
     prefixes: tuple[str, ...]
+    speakers: tuple[str, ...]
     progress: tuple[str, ...]
     not_progress: tuple[str, ...]
     preview: tuple[str, ...]

@@ -229,6 +229,34 @@ TELLTALE = [text for _, where, text in messages() if where == "log" and '"' not 
 
 
 @pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param(["[rank3]: KeyError: 'x'"], id="torchrun"),
+        pytest.param(["[default3]:[rank3]: KeyError: 'x'"], id="tee"),
+        pytest.param(["3: KeyError: 'x'"], id="srun-label"),
+        pytest.param(["2021-02-16T01:05:43.434Z: [1,3]<stderr>:KeyError: 'x'"], id="mpirun-tag"),
+        pytest.param(["[pod/train-worker-3/pytorch] KeyError: 'x'"], id="kubectl-prefix"),
+        pytest.param(["trainer-3  | KeyError: 'x'"], id="compose"),
+        pytest.param(["(worker3, rank=3, pid=881, ip=10.0.0.2) KeyError: 'x'"], id="skypilot"),
+        pytest.param(["[rank: 3] KeyError: 'x'"], id="lightning"),
+        pytest.param(
+            ["----------Begin global rank 3 STDERR----------", "KeyError: 'x'", "----------End global rank 3 STDERR"],
+            id="block",
+        ),
+        pytest.param(["==> logs/rank_3.log <==", "KeyError: 'x'"], id="tail"),
+    ],
+)
+def test_who_speaks(log: list[str]) -> None:
+    found = verdict(exit=dict.fromkeys("01234", 1), log=log)
+    assert (found.class_, found.first_failing_rank) == ("software_error", 3)
+
+
+def test_a_rank_that_is_accused_by_a_barrier_is_the_suspect() -> None:
+    said = "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 3."
+    assert verdict(exit=dict.fromkeys("0123", 1), log=[f"[rank1]: RuntimeError: {said}"]).first_failing_rank == 3
+
+
+@pytest.mark.parametrize(
     "shown",
     [
         pytest.param("sample 12: '{}' -> target len 9", id="preview"),
