@@ -28,7 +28,8 @@ _TEARDOWN = frozenset({-15, 143, -9, 137})
 _ACCUSED = re.compile(
     r"[Cc]heck rank (\d+) logs|received errors while waiting for send/recv from rank (\d+)|"
     r"\b[Rr]ank (\d+) (?:failed to pass|never (?:joined|reported|arrived)|did not (?:join|reach|arrive|respond)|"
-    r"is (?:missing|dead|stuck|absent))"
+    r"is (?:missing|dead|stuck|absent))|"
+    r"/task:(\d+) (?:heartbeat timeout|has been set to ERROR|unexpectedly tried)"
 )
 _IN_TEXT = (
     _ACCUSED,
