@@ -26,8 +26,8 @@ def combinations(config: Config) -> list[Problem]:
 
 def availability(config: Config) -> list[Problem]:
     """What a legal config asks for that this engine does not do yet."""
-    message = "this engine trains with data parallelism only for now"
-    sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
+    message = "this engine trains with tensor and data parallelism only for now"
+    sizes = {"cp": config.parallel.cp, "pp": config.parallel.pp}
     return [Problem(f"parallel.{axis}", f"given {size}", "1", message) for axis, size in sizes.items() if size > 1]
 
 
@@ -98,7 +98,8 @@ def _stages(config: Config) -> Iterator[Problem]:
 
 
 def _sequence(config: Config) -> Iterator[Problem]:
-    seq, tp, cp = config.data.seq_len, config.parallel.tp, config.parallel.cp
+    seq, cp = config.data.seq_len, config.parallel.cp
+    tp = config.parallel.tp if config.parallel.sp else 1
     if cp > 1 and seq % (2 * cp):
         given = f"given {seq}, with parallel.cp = {cp}"
         yield Problem(
@@ -107,7 +108,8 @@ def _sequence(config: Config) -> Iterator[Problem]:
     elif seq % (tp * cp):
         given = f"given {seq}, with parallel.tp = {tp} and parallel.cp = {cp}"
         allowed = f"a multiple of tp x cp = {tp * cp} (sequence parallelism cuts along the sequence)"
-        yield Problem("data.seq_len", given, allowed, nearest(seq, multiple_of=2 * cp * tp if cp > 1 else tp))
+        hint = nearest(seq, multiple_of=2 * cp * tp if cp > 1 else tp) + ", or parallel.sp = false"
+        yield Problem("data.seq_len", given, allowed, hint)
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ ACCEPT = {"on_resume": "accept"}
 REFUSED = {"on_resume": "refused"}
 
 Axis = Literal["tp", "cp", "pp", "dp"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
 FaultPoint = Literal["step", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"]
 
 
@@ -61,6 +62,13 @@ class Model(Section, frozen=True, kw_only=True):
     vocab: Annotated[int, Meta(ge=2, description="vocabulary size, unpadded", extra=REFUSED)]
     tied: Annotated[bool, Meta(description="output head shares the embedding matrix", extra=REFUSED)] = False
     rope_base: Annotated[float, Meta(gt=0, description="base of the rotary position angles", extra=ACCEPT)] = 500_000.0
+    qk_norm: Annotated[
+        bool, Meta(description="RMSNorm on each head's queries and keys, before the rotation", extra=REFUSED)
+    ] = False
+    z_loss: Annotated[
+        float,
+        Meta(ge=0, description="weight of the squared log of the softmax's denominator in what is learned", extra=ACCEPT),
+    ] = 0.0
     norm_eps: Annotated[float, Meta(gt=0, description="epsilon of RMSNorm", extra=ACCEPT)] = 1e-5
     init_std: Annotated[float, Meta(gt=0, description="standard deviation of initial matrices", extra=REFUSED)] = 0.02
 
@@ -110,7 +118,38 @@ class Parallel(Section, frozen=True, kw_only=True):
         "pp",
         "dp",
     )
+    sp: Annotated[
+        bool,
+        Meta(
+            description="with tp > 1: cut what lies between the blocks along the sequence (data.seq_len must divide)",
+            extra=RECORDED,
+        ),
+    ] = True
+    sp_regather: Annotated[
+        bool,
+        Meta(description="with sp: gather inputs of matrices again in backward instead of keeping them whole", extra=RECORDED),
+    ] = True
+    tp_overlap: Annotated[
+        bool, Meta(description="hide tp collectives of backward behind its matmuls; the same bits either way", extra=RECORDED)
+    ] = False
     bucket_mib: Annotated[float, Meta(gt=0, description="bf16 MiB of a gradient bucket", extra=RECORDED)] = 64.0
+    schedule: Annotated[
+        PipelineSchedule,
+        Meta(description="order of the pipeline's work; zb_v puts two stages on each rank, there and back", extra=RECORDED),
+    ] = "1f1b"
+    virtual_stages: Annotated[
+        int, Meta(ge=1, description="stages of a pipeline rank; more than one with interleaved", extra=RECORDED)
+    ] = 1
+    layer_counts: Annotated[
+        tuple[int, ...],
+        Meta(description="layers of each (virtual) stage, in order; empty: as even as can be, the ends last", extra=RECORDED),
+    ] = ()
+    overlap_reduce: Annotated[
+        bool, Meta(description="sum gradients over the replicas beside the last backward; the same bits", extra=RECORDED)
+    ] = False
+    overlap_gather: Annotated[
+        bool, Meta(description="gather new weights beside the next forward; the same bits", extra=RECORDED)
+    ] = False
 
 
 class Optimizer(Section, frozen=True, kw_only=True):

@@ -111,7 +111,7 @@ def num_parameters(config: Config) -> int:
     """Parameters of the model, tied ones counted once, vocabulary unpadded."""
     model, size = config.model, head_dim(config)
     attention = 2 * model.hidden * size * (model.heads + kv_heads(config))
-    layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden
+    layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden + 2 * size * model.qk_norm
     return model.layers * layer + model.hidden + model.vocab * model.hidden * (1 if model.tied else 2)
 
 

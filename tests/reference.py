@@ -17,7 +17,7 @@ def forward(weights: dict[str, torch.Tensor], model, tokens: torch.Tensor) -> to
     """Logits [B, T, V]; the dtype is that of the weights."""
     x = weights["embedding"][tokens]
     for layer in range(model.layers):
-        own = {name: weights[f"layers.{layer}.{name}"] for name in LAYER}
+        own = {name: weights[f"layers.{layer}.{name}"] for name in LAYER + QK_NORMS * model.qk_norm}
         h = norm(x, own["attention_norm"], model.norm_eps)
         x = x + attention(h, own, model) @ own["attention.wo"].T
         h = norm(x, own["mlp_norm"], model.norm_eps)
@@ -37,6 +37,7 @@ LAYER = (
     "mlp.w2",
     "mlp.w3",
 )
+QK_NORMS = ("attention.q_norm", "attention.k_norm")
 
 
 def norm(x, weight, eps):
@@ -48,8 +49,11 @@ def attention(h, own, model):
     batch, length, _ = h.shape
     size = model.head_dim or model.hidden // model.heads
     kv_heads = model.kv_heads or model.heads
-    q = rotate((h @ own["attention.wq"].T).view(batch, length, model.heads, size), model.rope_base)
-    k = rotate((h @ own["attention.wk"].T).view(batch, length, kv_heads, size), model.rope_base)
+    q = (h @ own["attention.wq"].T).view(batch, length, model.heads, size)
+    k = (h @ own["attention.wk"].T).view(batch, length, kv_heads, size)
+    if model.qk_norm:
+        q, k = (norm(x, own[f"attention.{name}"], model.norm_eps) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = rotate(q, model.rope_base), rotate(k, model.rope_base)
     v = (h @ own["attention.wv"].T).view(batch, length, kv_heads, size)
     group = model.heads // kv_heads
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -71,9 +75,14 @@ def rotate(x, base):
 
 def loss_sum(weights, model, tokens, targets, valid):
     """Cross-entropy summed over the valid positions."""
-    logits = forward(weights, model, tokens)
-    losses = F.cross_entropy(logits.flatten(0, 1), (targets * valid).flatten(), reduction="none")
-    return losses[valid.flatten()].sum()
+    return summed_losses(weights, model, tokens, targets, valid)[0]
+
+
+def summed_losses(weights, model, tokens, targets, valid):
+    """The same, and what is learned from: with the z-loss."""
+    logits = forward(weights, model, tokens).flatten(0, 1)[valid.flatten()]
+    cross_entropy = F.cross_entropy(logits, targets[valid], reduction="sum")
+    return cross_entropy, cross_entropy + model.z_loss * logits.logsumexp(-1).square().sum()
 
 
 @dataclass
@@ -108,8 +117,8 @@ class Reference:
         """One update on a whole global batch; returns (mean loss, gradient norm before clipping)."""
         tokens, targets, valid = (torch.from_numpy(np.asarray(a)) for a in (batch.tokens, batch.targets, batch.valid))
         weights = self.weights()
-        loss = loss_sum(weights, self.config.model, tokens, targets, valid) / valid.sum()
-        loss.backward()
+        loss, learned = (x / valid.sum() for x in summed_losses(weights, self.config.model, tokens, targets, valid))
+        learned.backward()
         self.grads = {name: weight.grad.detach().clone() for name, weight in weights.items()}
         for name, parameter in self.params.items():
             parameter.grad = weights[name].grad

@@ -1,12 +1,9 @@
-"""The differentiable pieces of the model, written so that no parameter ever has a `.grad`.
+"""The differentiable pieces of the model, written so that no parameter ever has a `.grad` (`ftrain.parallel.weight` says why).
 
-autograd would give each bf16 parameter a bf16 gradient and add micro-batches up in it: 1 % off after 64 of them. Here each
-backward adds its weight gradient, in fp32, straight into `weight.main_grad`, and tells autograd that there is none. The bf16
-weight is kept as it is and upcast where it is used: a transient copy, much cheaper than the matmul that follows, and bf16
-matmuls are many times slower where the hardware lacks them.
-
+Each backward adds its weight gradient, in fp32, straight into `weight.main_grad`, and tells autograd that there is none.
 Backward passes are by hand, so they also choose what is kept: the input of each group of projections once, no softmax
-probabilities next to the logits, no product of the gate.
+probabilities next to the logits, no product of the gate. These are the pieces of one process; those that tensor parallelism
+cuts have their twins in `ftrain.parallel.tensor`.
 
 Shape suffixes: B sequences, T positions, D width, N rows (B x T), V vocabulary, H heads, K head size, F inner width.
 """
@@ -19,22 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from ftrain.parallel.weight import Weight, accumulate, accumulate_rows, linear, main_grad, precise, project
 
-class Weight(torch.nn.Parameter):
-    """A parameter whose gradient is added to `main_grad` instead of appearing in `.grad`."""
-
-    main_grad: torch.Tensor
-
-
-def project(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """x @ w.T for several weights [out, in] of the same input [..., in], which is kept once."""
-    outputs: tuple[torch.Tensor, ...] = _Project.apply(x, *weights)
-    return outputs
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T"""
-    return project(x, weight)[0]
+__all__ = ["Weight", "embed", "head_loss", "linear", "precise", "project", "rms_norm", "rotate", "swiglu", "token_losses"]
 
 
 def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -62,63 +46,28 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def head_loss(
-    x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, valid_N: torch.Tensor, scale: float
+    x_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    valid_N: torch.Tensor,
+    scale: float,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """scale * the sum of the cross-entropy over valid positions, an fp64 scalar; logits and softmax in fp32 at least.
+
+    `z_loss` times the squared logarithm of the softmax's denominator (PaLM, arXiv 2204.02311) is learned from and not shown:
+    the value stays the cross-entropy, comparable between runs.
 
     The gradient of the logits is made in the forward pass, in their place: one pass with an exponential instead of two, and
     only one [N, V] matrix is ever alive.
     """
-    loss: torch.Tensor = _HeadLoss.apply(x_ND, weight_VD, targets_N, valid_N, scale)
+    loss: torch.Tensor = _HeadLoss.apply(x_ND, weight_VD, targets_N, valid_N, scale, z_loss)
     return loss
 
 
 def token_losses(x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     """The cross-entropy of each position, without gradients."""
     return _softmax_in_place(_logits(x_ND, weight_VD), targets_N)[0]
-
-
-def accumulate(weight: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-    """weight.main_grad += dy.T @ x, summed in the gradient's own precision."""
-    grad = main_grad(weight)
-    if grad.dtype == dy_NO.dtype:
-        grad.addmm_(dy_NO.t(), x_NI)
-    elif grad.is_cuda:
-        grad.add_(torch.mm(dy_NO.t(), x_NI, out_dtype=grad.dtype))
-    else:
-        grad.addmm_(dy_NO.t().to(grad.dtype), x_NI.to(grad.dtype))
-
-
-def main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """The buffer a weight's gradient is added to."""
-    assert isinstance(weight, Weight), "a differentiated weight has a main_grad"
-    return weight.main_grad
-
-
-def precise(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half-width types, the type itself otherwise: for reductions, norms, angles and the loss."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-class _Project(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(x)
-        ctx.weights = weights
-        return tuple(F.linear(x, weight.to(x.dtype)) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        x_ND = x.reshape(-1, x.shape[-1])
-        dx_ND: torch.Tensor | None = None
-        for weight, grad in zip(ctx.weights, grads, strict=True):
-            dy_NO = grad.reshape(-1, grad.shape[-1])
-            accumulate(weight, dy_NO, x_ND)
-            wide = weight.to(x.dtype)
-            dx_ND = dy_NO @ wide if dx_ND is None else dx_ND.addmm_(dy_NO, wide)
-        assert dx_ND is not None
-        return dx_ND.view(x.shape), *(None for _ in grads)
 
 
 class _Embed(Function):
@@ -132,12 +81,7 @@ class _Embed(Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
-        grad, rows = main_grad(ctx.weight), dy.reshape(-1, dy.shape[-1])
-        rows = rows.to(grad.dtype)
-        if grad.is_cuda:  # index_add_ uses atomics there, whose order is not reproducible
-            grad.index_put_((tokens.reshape(-1),), rows, accumulate=True)
-        else:
-            grad.index_add_(0, tokens.reshape(-1), rows)
+        accumulate_rows(ctx.weight, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         return None, None, None
 
 
@@ -199,33 +143,41 @@ class _SwiGlu(Function):
 class _HeadLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor, scale: float
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        valid: torch.Tensor,
+        scale: float,
+        z_loss: float,
     ) -> torch.Tensor:
         targets = targets * valid  # a masked target may be anything, also outside the vocabulary
         exps = _logits(x, weight)
-        losses, sums = _softmax_in_place(exps, targets)
+        losses, sums, largest = _softmax_in_place(exps, targets)
         share = valid.to(losses.dtype) * scale
-        grads = exps.mul_((share / sums).unsqueeze(-1))
+        weighted = share * (1 + 2 * z_loss * (sums.log() + largest)) if z_loss else share
+        grads = exps.mul_((weighted / sums).unsqueeze(-1))
         grads.scatter_add_(-1, targets.unsqueeze(-1), -share.unsqueeze(-1))
         ctx.save_for_backward(x, grads.to(x.dtype))
         ctx.weight = weight
         return (losses * valid).sum(dtype=torch.float64) * scale
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         x, grads = ctx.saved_tensors
         grads = grads.mul_(dloss)
         accumulate(ctx.weight, grads, x)
-        return grads @ ctx.weight.to(x.dtype), None, None, None, None
+        return grads @ ctx.weight.to(x.dtype), None, None, None, None, None
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight.to(x.dtype)).to(precise(x.dtype))
 
 
-def _softmax_in_place(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropies and sums of exponentials; the logits become the exponentials."""
-    shifted = logits_NV.sub_(logits_NV.amax(-1, keepdim=True))
+def _softmax_in_place(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropies, sums of exponentials, largest logits; the logits become exponentials of the distance to the largest."""
+    largest = logits_NV.amax(-1, keepdim=True)
+    shifted = logits_NV.sub_(largest)
     chosen = shifted.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
     sums = shifted.exp_().sum(-1)
-    return sums.log() - chosen, sums
+    return sums.log() - chosen, sums, largest.squeeze(-1)

@@ -2,28 +2,35 @@
 
 The modules know nothing of data parallelism, buckets or checkpoints; their parameters are placed into the engine's flat
 buffers by `place`. A stage of a pipeline is the same class with some ends missing: layer 7 is `layers.7` wherever it lives.
-Parameters are created without storage, so that building the largest model costs nothing.
+Parameters are created without storage, so that building the largest model costs nothing. With a tensor-parallel group the
+modules have the shapes of this rank's part (its heads, its inner columns, its rows of the vocabulary), and what passes between
+blocks is cut along the positions (`ftrain.parallel.ops`); `place` holds these shapes against the placement table's.
 
     embedding                                           [vocab, hidden]
     layers.N.attention_norm, layers.N.mlp_norm          [hidden]
     layers.N.attention.wq, wk, wv, wo                   [heads x K, hidden], ..., [hidden, heads x K]
     layers.N.mlp.w1 (gate), w3 (up), w2 (down)          [ffn, hidden], [ffn, hidden], [hidden, ffn]
+    layers.N.attention.q_norm, k_norm                   [K], if `qk_norm`
     norm                                                [hidden]
     head                                                [vocab, hidden], absent if tied
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from ftrain.config import Model
 from ftrain.model.attention import block_attention, rotary_tables
-from ftrain.model.functional import Weight, embed, head_loss, linear, precise, project, rms_norm, rotate, swiglu, token_losses
+from ftrain.model.functional import embed, head_loss, rms_norm, rotate, swiglu, token_losses
 from ftrain.parallel.layout import head_dim, num_kv_heads
+from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import View
+from ftrain.parallel.tensor import Labels, column, embed_cut, head_loss_cut, row, token_losses_cut
+from ftrain.parallel.weight import Weight, precise
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,45 +38,53 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None) -> None:
         super().__init__()
-        self.head_dim = head_dim(model)
-        queries, keys = model.heads * self.head_dim, num_kv_heads(model) * self.head_dim
+        self.head_dim, self.eps, self.group = head_dim(model), model.norm_eps, group
+        tp = 1 if group is None else group.size
+        queries, keys = model.heads // tp * self.head_dim, max(1, num_kv_heads(model) // tp) * self.head_dim
         self.wq, self.wk, self.wv = _empty(queries, model.hidden), _empty(keys, model.hidden), _empty(keys, model.hidden)
         self.wo = _empty(model.hidden, queries)
+        self.q_norm = _empty(self.head_dim) if model.qk_norm else None
+        self.k_norm = _empty(self.head_dim) if model.qk_norm else None
 
     def forward(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """[B, T, D] -> [B, T, D]"""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in project(x_BTD, self.wq, self.wk, self.wv))
+        """[B, T, D] -> [B, T, D], all heads of this rank"""
+        outputs = column(self.group, x_BTD, self.wq, self.wk, self.wv)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         out_BTHK = block_attention(rotate(q, *tables), rotate(k, *tables), v)
-        return linear(out_BTHK.flatten(2), self.wo)
+        return row(self.group, out_BTHK.flatten(2), self.wo)
 
 
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None) -> None:
         super().__init__()
+        self.group = group
+        inner = model.ffn if group is None else model.ffn // group.size
         self.w1, self.w2, self.w3 = (
-            _empty(model.ffn, model.hidden),
-            _empty(model.hidden, model.ffn),
-            _empty(model.ffn, model.hidden),
+            _empty(inner, model.hidden),
+            _empty(model.hidden, inner),
+            _empty(inner, model.hidden),
         )
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]"""
-        gate, up = project(x_BTD, self.w1, self.w3)
-        return linear(swiglu(gate, up), self.w2)
+        gate, up = column(self.group, x_BTD, self.w1, self.w3)
+        return row(self.group, swiglu(gate, up), self.w2)
 
 
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each on a normalised input, each added to the residual stream."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None) -> None:
         super().__init__()
         self.eps = model.norm_eps
         self.attention_norm, self.mlp_norm = _empty(model.hidden), _empty(model.hidden)
-        self.attention, self.mlp = Attention(model), Mlp(model)
+        self.attention, self.mlp = Attention(model, group), Mlp(model, group)
 
     def forward(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -81,54 +96,88 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The layers of one pipeline stage, with the embedding if it is the first and norm and head if it is the last."""
 
-    def __init__(self, model: Model, *, dtype: torch.dtype, layers: range | None = None) -> None:
+    def __init__(
+        self, model: Model, *, dtype: torch.dtype, layers: range | None = None, group: TensorGroup | None = None
+    ) -> None:
         """`dtype` is that of the activations; `layers` the numbers of the layers held, all by default."""
         super().__init__()
         layers = range(model.layers) if layers is None else layers
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.group = model, dtype, group
+        matrix = (model.vocab if group is None else len(group.vocabulary), model.hidden)
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
-        self.embedding = _empty(model.vocab, model.hidden) if self.is_first or (self.is_last and model.tied) else None
-        self.layers = nn.ModuleDict({str(number): Block(model) for number in layers})
+        self.embedding = _empty(*matrix) if self.is_first or (self.is_last and model.tied) else None
+        self.layers = nn.ModuleDict({str(number): Block(model, group) for number in layers})
         self.norm = _empty(model.hidden) if self.is_last else None
-        self.head = _empty(model.vocab, model.hidden) if self.is_last and not model.tied else None
+        self.head = _empty(*matrix) if self.is_last and not model.tied else None
 
     def place(self, views: Mapping[str, View]) -> None:
         """Put every parameter where the optimizer keeps it: `views` by name, each a weight and its `main_grad`."""
-        own = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        own = dict(self.named_parameters())
+        nothing = {
+            name: torch.empty(p.shape, dtype=self.dtype) for name, p in own.items() if not p.numel()
+        }  # of the vocabulary
+        shapes = {name: tuple(parameter.shape) for name, parameter in own.items() if name not in nothing}
         given = {name: tuple(view.weight.shape) for name, view in views.items()}
-        if own != given:
-            raise ValueError(f"the model has parameters {own}, the layout {given}")
-        for name, view in views.items():
+        if shapes != given:
+            raise ValueError(f"the model has parameters {shapes}, the layout {given}")
+        for name, view in [*views.items(), *((name, View(empty, empty)) for name, empty in nothing.items())]:
             path, _, leaf = name.rpartition(".")
             weight = Weight(view.weight)
             weight.main_grad = view.main_grad
             setattr(self.get_submodule(path), leaf, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, T] (first stage) or activations [B, T, D] -> activations, normalised on the last stage."""
-        if self.is_first:
-            assert self.embedding is not None
-            x = embed(x, self.embedding, self.dtype)
-        tables = self.tables(x.shape[1], x.device)
-        for block in self.layers.values():
-            x = block(x, tables)
-        return x if self.norm is None else rms_norm(x, self.norm, self.model.norm_eps)
+    def forward(self, x: torch.Tensor, part: Sequence[str] | None = None) -> torch.Tensor:
+        """Tokens [B, T] (first stage) or activations [B, T, D] -> activations, normalised on the last stage.
+
+        `part`: only these of the stage's `blocks`, in order; the first's input is then what the block before it returned.
+        """
+        for name in self.blocks if part is None else part:
+            if name == "embedding":
+                assert self.embedding is not None
+                embedded = embed if self.group is None else partial(embed_cut, self.group)
+                x = embedded(x, self.embedding, self.dtype)
+            elif name == "head":
+                assert self.norm is not None
+                x = rms_norm(x, self.norm, self.model.norm_eps)
+            else:
+                x = self.layers[name.removeprefix("layers.")](x, self.tables(x.shape[1] * self._cuts, x.device))
+        return x
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """What the stage applies, in order, as the placement table names it; the head's matrix comes with `loss`."""
+        layers = (f"layers.{number}" for number in self.layers)
+        return (*(("embedding",) if self.is_first else ()), *layers, *(("head",) if self.is_last else ()))
+
+    def stream_shape(self, sequences: int, length: int) -> tuple[int, ...]:
+        """The shape of the activations between two stages."""
+        return sequences, length // self._cuts, self.model.hidden
 
     def loss(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor, valid_BT: torch.Tensor, scale: float) -> torch.Tensor:
         """scale * the summed cross-entropy over valid positions of the last stage's activations, fp64."""
-        return head_loss(x_BTD.flatten(0, 1), self.output, targets_BT.flatten(), valid_BT.flatten(), scale)
+        x, targets, valid, z_loss = x_BTD.flatten(0, 1), targets_BT.flatten(), valid_BT.flatten(), self.model.z_loss
+        if self.group is None:
+            return head_loss(x, self.output, targets, valid, scale, z_loss)
+        return head_loss_cut(self.group, x, self.output, Labels(targets, valid, scale, z_loss))
 
     def losses(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of each position, [B, T], without gradients."""
-        return token_losses(x_BTD.flatten(0, 1), self.output, targets_BT.flatten()).view(targets_BT.shape)
+        of = token_losses if self.group is None else partial(token_losses_cut, self.group)
+        return of(x_BTD.flatten(0, 1), self.output, targets_BT.flatten()).view(targets_BT.shape)
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Logits over the vocabulary, in fp32 at least, without gradients."""
+        """Logits over the vocabulary, in fp32 at least, without gradients; of one process only."""
+        assert self.group is None, "no rank holds all columns of the logits"
         return (x_BTD @ self.output.to(x_BTD.dtype).t()).to(precise(x_BTD.dtype))
 
     def tables(self, length: int, device: torch.device) -> Tables:
         """The rotary tables for sequences of this length."""
         return rotary_tables(length, head_dim(self.model), self.model.rope_base, precise(self.dtype), device)
+
+    @property
+    def _cuts(self) -> int:
+        """In how many parts the positions are cut between blocks."""
+        return self.group.size if self.group is not None and self.group.sequence else 1
 
     @property
     def output(self) -> torch.Tensor:

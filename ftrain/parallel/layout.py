@@ -15,6 +15,10 @@ which bucket it travels. A rule that is written down once cannot disagree with i
     wo, w2                  CUT(1)              PARTIAL   ABSENT    PARTIAL
     w1, w3                  CUT(0)              PARTIAL   ABSENT    PARTIAL
     norms                   PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL
+    q_norm, k_norm          PARTIAL (heads)     PARTIAL   ABSENT    PARTIAL
+
+Without sequence parallelism every tp rank normalises all positions: the norms of the residual stream are then REPLICATED over
+tp, while those of queries and keys still see only the rank's heads.
 
 If tp > kv_heads, each kv head is held by tp / kv_heads neighbouring ranks (`copies`), whose gradients are partial among
 them. The vocabulary is cut in whole units of rows and may leave the last ranks a short part or none: padding is never an
@@ -26,12 +30,14 @@ Shapes are of the logical array, never of a part. Pure: no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import gcd, prod
 
 from ftrain.config import Axis, Model
 from ftrain.parallel.partition import partition_layers
+from ftrain.parallel.schedule import Placement as StagePlacement
+from ftrain.parallel.schedule import rank_of
 from ftrain.parallel.shape import AXES, Coordinate, MeshShape
 from storage.box import Box
 
@@ -83,6 +89,7 @@ class ParameterSpec:
     pp: Placement = ABSENT
     dp: Placement = PARTIAL
     tied: tuple[str, ...] = field(default=())  # other names under which the model uses the same values
+    chunk: int = 0  # which of its rank's virtual stages it belongs to; buckets never span two of them
 
     @property
     def size(self) -> int:
@@ -99,10 +106,27 @@ class ParameterSpec:
         """Axes over which this parameter's gradient is a sum of partial ones (copies of a cut not counted)."""
         return tuple(axis for axis in AXES if self.on(axis).kind is Kind.PARTIAL)
 
+    def summands(self, tp: int) -> int:
+        """How many neighbours along tp (of size `tp`) hold summands of this parameter's gradient; 1: mine is complete."""
+        return tp if self.tp.kind is Kind.PARTIAL else self.tp.copies
 
-def parameters(model: Model, mesh: MeshShape, *, layer_counts: tuple[int, ...] = ()) -> tuple[ParameterSpec, ...]:
-    """All parameters of the model, in canonical order: embedding, layers, final norm, head."""
-    first, last = 0, mesh.pp - 1
+
+def parameters(
+    model: Model,
+    mesh: MeshShape,
+    *,
+    layer_counts: tuple[int, ...] = (),
+    placement: StagePlacement = "loop",
+    sequence_parallel: bool = True,
+) -> tuple[ParameterSpec, ...]:
+    """All parameters of the model, in canonical order: embedding, layers, final norm, head.
+
+    `layer_counts` are of virtual stages, which `placement` deals to the pipeline ranks; by default one even stage a rank.
+    `sequence_parallel` only matters for gradients of norms: no box depends on it.
+    """
+    stages = partition_layers(model.layers, len(layer_counts) or mesh.pp, layer_counts)
+    ranks = [rank_of(stage, num_ranks=mesh.pp, placement=placement) for stage in range(len(stages))]
+    first, last = ranks[0], ranks[-1]
     vocabulary = Placement(Kind.CUT, dim=0, unit=vocabulary_unit(model.vocab), is_tile=True)
     ends = (first,) if not model.tied or first == last else (first, last)
     matrix = (model.vocab, model.hidden)
@@ -117,13 +141,14 @@ def parameters(model: Model, mesh: MeshShape, *, layer_counts: tuple[int, ...] =
             tied=("head",) if model.tied else (),
         )
     ]
-    for stage, layers in enumerate(partition_layers(model.layers, mesh.pp, layer_counts)):
+    stream = PARTIAL if sequence_parallel else REPLICATED
+    for stage, (rank, layers) in enumerate(zip(ranks, stages, strict=True)):
         for layer in layers:
-            specs += _layer(model, mesh, layer, stage)
-    specs.append(_norm("norm", model, "head", last))
+            specs += (replace(spec, chunk=stage // mesh.pp) for spec in _layer(model, mesh, stream, layer, rank))
+    head = [_norm("norm", model.hidden, stream, "head", last)]
     if not model.tied:
-        specs.append(ParameterSpec(name="head", shape=matrix, tp=vocabulary, block="head", stages=(last,), decay=True))
-    return tuple(specs)
+        head.append(ParameterSpec(name="head", shape=matrix, tp=vocabulary, block="head", stages=(last,), decay=True))
+    return (*specs, *(replace(spec, chunk=(len(stages) - 1) // mesh.pp) for spec in head))
 
 
 def vocabulary_unit(vocab: int) -> int:
@@ -147,11 +172,11 @@ def num_kv_heads(model: Model) -> int:
     return model.kv_heads or model.heads
 
 
-def _norm(name: str, model: Model, block: str, stage: int) -> ParameterSpec:
-    return ParameterSpec(name=name, shape=(model.hidden,), tp=PARTIAL, block=block, stages=(stage,), decay=False)
+def _norm(name: str, size: int, tp: Placement, block: str, stage: int) -> ParameterSpec:
+    return ParameterSpec(name=name, shape=(size,), tp=tp, block=block, stages=(stage,), decay=False)
 
 
-def _layer(model: Model, mesh: MeshShape, layer: int, stage: int) -> Iterator[ParameterSpec]:
+def _layer(model: Model, mesh: MeshShape, stream: Placement, layer: int, stage: int) -> Iterator[ParameterSpec]:
     block, dim, kv = f"layers.{layer}", head_dim(model), num_kv_heads(model)
     queries = Placement(Kind.CUT, dim=0, unit=dim)
     keys = Placement(Kind.CUT, dim=0, unit=dim, copies=max(1, mesh.tp // kv))
@@ -159,12 +184,15 @@ def _layer(model: Model, mesh: MeshShape, layer: int, stage: int) -> Iterator[Pa
     def matrix(name: str, rows: int, columns: int, tp: Placement) -> ParameterSpec:
         return ParameterSpec(name=f"{block}.{name}", shape=(rows, columns), tp=tp, block=block, stages=(stage,), decay=True)
 
-    yield _norm(f"{block}.attention_norm", model, block, stage)
+    yield _norm(f"{block}.attention_norm", model.hidden, stream, block, stage)
     yield matrix("attention.wq", model.heads * dim, model.hidden, queries)
     yield matrix("attention.wk", kv * dim, model.hidden, keys)
     yield matrix("attention.wv", kv * dim, model.hidden, keys)
     yield matrix("attention.wo", model.hidden, model.heads * dim, Placement(Kind.CUT, dim=1, unit=dim))
-    yield _norm(f"{block}.mlp_norm", model, block, stage)
+    if model.qk_norm:
+        yield _norm(f"{block}.attention.q_norm", dim, PARTIAL, block, stage)
+        yield _norm(f"{block}.attention.k_norm", dim, PARTIAL, block, stage)
+    yield _norm(f"{block}.mlp_norm", model.hidden, stream, block, stage)
     yield matrix("mlp.w1", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))
     yield matrix("mlp.w2", model.hidden, model.ffn, Placement(Kind.CUT, dim=1))
     yield matrix("mlp.w3", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))

@@ -7,6 +7,8 @@ rank needs no `init_process_group` at all, so that tests, `ftrain sample` and a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -22,6 +24,25 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _GROUPS: tuple[tuple[Axis, ...], ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective that was started: its result, once `wait` returns it."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+
 class Mesh:
     """A rank's view of the mesh. All ranks construct it, in the same order as other collectives."""
 
@@ -31,23 +52,30 @@ class Mesh:
         self.coordinate: Coordinate = shape.coordinate(rank)
         self.shard = shape.shard(self.coordinate)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._timeout = timeout
+        self._made = {tuple(range(shape.world))}
         if shape.world > 1:
             _check_world(shape, rank)
             assert dist.group.WORLD is not None
             self._groups[tuple(range(shape.world))] = dist.group.WORLD
-            self._make_groups(timeout)
+            for axes in _GROUPS:
+                firsts = [rank for rank in range(shape.world) if not any(shape.coordinate(rank).on(axis) for axis in axes)]
+                self._make_groups([shape.group(rank, axes) for rank in firsts])
 
-    def _make_groups(self, timeout: timedelta | None) -> None:
+    def make_neighbours(self, width: int) -> None:
+        """Groups of `width` neighbours along tp, for `sum_neighbours`. A collective of all ranks."""
+        shape = self.shape
+        firsts = [rank for rank in range(shape.world) if shape.coordinate(rank).tp % width == 0]
+        self._make_groups([shape.neighbours(rank, width) for rank in firsts])
+
+    def _make_groups(self, all_members: list[tuple[int, ...]]) -> None:
         """The same groups in the same order on every rank, each once."""
-        shape, made = self.shape, {tuple(range(self.shape.world))}
-        for axes in _GROUPS:
-            firsts = [rank for rank in range(shape.world) if not any(shape.coordinate(rank).on(axis) for axis in axes)]
-            for members in (shape.group(rank, axes) for rank in firsts):
-                if len(members) > 1 and members not in made:
-                    made.add(members)
-                    group = dist.new_group(list(members), timeout=timeout)
-                    if self.rank in members:
-                        self._groups[members] = group
+        for members in all_members:
+            if len(members) > 1 and members not in self._made:
+                self._made.add(members)
+                group = dist.new_group(list(members), timeout=self._timeout)
+                if self.rank in members:
+                    self._groups[members] = group
 
     def group(self, axes: tuple[Axis, ...] = AXES) -> dist.ProcessGroup | None:
         """The group of this rank over `axes`; None if it is alone."""
@@ -61,19 +89,64 @@ class Mesh:
             dist.all_reduce(tensor, group=group)
         return tensor
 
+    def sum_neighbours(self, tensor: torch.Tensor, width: int) -> torch.Tensor:
+        """Sum a tensor over this rank's group of `width` neighbours along tp, in place."""
+        members = self.shape.neighbours(self.rank, width)
+        if len(members) > 1:
+            dist.all_reduce(tensor, group=self._groups[members])
+        return tensor
+
+    def start_sum(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Begin to sum a tensor over `axes`, in place."""
+        group = self.group(axes)
+        return Pending(tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
+
+    def start_max(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Begin to take the largest of each element over `axes`, in place."""
+        group = self.group(axes)
+        largest = dist.ReduceOp.MAX
+        return Pending(tensor, None if group is None else dist.all_reduce(tensor, op=largest, group=group, async_op=True))
+
+    def start_gather(self, out: torch.Tensor, part: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Begin to fill `out` with everybody's `part` one after the other (both contiguous, compared flat)."""
+        work = _all_gather(out.view(-1), part.view(-1), group=self.group(axes), async_op=True)
+        return Pending(out, work)
+
+    def start_scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Begin to sum `whole` over `axes`, of which `out` gets this rank's part (both contiguous, compared flat)."""
+        work = _reduce_scatter(out.view(-1), whole.view(-1), group=self.group(axes), async_op=True)
+        return Pending(out, work)
+
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum a flat buffer of equal regions over the shard axes, in place. Only this rank's region, returned, has the sums."""
-        mine = self.region(flat)
-        group = self.group(SHARD_AXES)
-        if group is not None:
-            _reduce_scatter(mine, flat, group=group)
-        return mine
+        return self.start_reduce_scatter(flat).wait()
+
+    def start_reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        """Begin to."""
+        mine, group = self.region(flat), self.group(SHARD_AXES)
+        return Pending(mine, None if group is None else _reduce_scatter(mine, flat, group=group, async_op=True))
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill a flat buffer of equal regions with everybody's own region, in place."""
+        self.start_all_gather(flat).wait()
+
+    def start_all_gather(self, flat: torch.Tensor) -> Pending:
+        """Begin to."""
         group = self.group(SHARD_AXES)
-        if group is not None:
-            _all_gather(flat, self.region(flat), group=group)
+        return Pending(flat, None if group is None else _all_gather(flat, self.region(flat), group=group, async_op=True))
+
+    def start_transfers(self, transfers: Sequence[tuple[torch.Tensor, int, bool]]) -> list[Pending]:
+        """Begin to send (True) or receive (False) tensors to or from pipeline ranks, as one batch. Only between stages."""
+        group = self.group(("pp",))
+        here = self.coordinate
+        operations = [
+            dist.P2POp(dist.isend if sends else dist.irecv, tensor, self.shape.rank(replace(here, pp=peer)), group)
+            for tensor, peer, sends in transfers
+        ]
+        works = dist.batch_isend_irecv(operations)
+        if len(works) != len(transfers):  # a backend that makes one of a batch
+            works = works * len(transfers)
+        return [Pending(tensor, work) for (tensor, _, _), work in zip(transfers, works, strict=True)]
 
     def region(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's region of a flat buffer, as a view."""

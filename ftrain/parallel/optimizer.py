@@ -7,6 +7,7 @@ Per bucket, N elements and R replicas:
     master, exp_avg, exp_avg_sq   fp32, N/R   the state of this replica's region
 
     backward adds to main_grad              (all micro-batches)
+    sum partial gradients over tp           norms that saw some positions or heads, copies of kv heads
     reduce-scatter main_grad                summed gradients of my region, in place
     AdamW on my region                      bit-equal to torch.optim.AdamW(foreach=False) on the same gradients
     weights of my region = bf16(master)     round to nearest even: the invariant of the whole state
@@ -28,7 +29,7 @@ from ftrain.config import Optimizer
 from ftrain.parallel.arrays import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS, StatePiece, StateTypes, dtype_name
 from ftrain.parallel.buckets import Bucket, Part
 from ftrain.parallel.layout import is_owner
-from ftrain.parallel.mesh import Mesh
+from ftrain.parallel.mesh import Mesh, Pending
 from ftrain.parallel.norm import sum_of_squares
 
 BLOCK = 1 << 15  # elements of a cache-sized block on CPU
@@ -52,6 +53,11 @@ class Region:
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    twin: int | None = None  # the pipeline rank at the other end of a tied embedding; the lower one owns the state
+
+    def is_copy(self, pp: int) -> bool:
+        """Whether pipeline rank `pp` has no state of it: it hands its gradients over and is given the weights."""
+        return self.twin is not None and self.twin < pp
 
 
 class ShardedAdamW:
@@ -62,6 +68,7 @@ class ShardedAdamW:
     ) -> None:
         self.mesh, self.device, self.types, self.options = mesh, device, types, options
         self.regions = tuple(self._allocate(bucket) for bucket in buckets)
+        self._pending: dict[int, Pending] = {}  # collectives under way, by bucket
         self._scratch = torch.empty(self._block, dtype=types.state, device=device)
 
     def _allocate(self, bucket: Bucket) -> Region:
@@ -69,8 +76,16 @@ class ShardedAdamW:
             return torch.zeros(numel, dtype=dtype, device=self.device)
 
         weights, main_grad = zeros(bucket.numel, self.types.weights), zeros(bucket.numel, self.types.state)
-        state = (zeros(bucket.region, self.types.state) for _ in range(3))
-        return Region(bucket, bucket.parts(self.mesh.shard), weights, main_grad, *state)
+        twin = self._twin_of(bucket)
+        is_copy = twin is not None and twin < self.mesh.coordinate.pp
+        parts = () if is_copy else bucket.parts(self.mesh.shard)
+        master, exp_avg, exp_avg_sq = (zeros(0 if is_copy else bucket.region, self.types.state) for _ in range(3))
+        return Region(bucket, parts, weights, main_grad, master, exp_avg, exp_avg_sq, twin)
+
+    def _twin_of(self, bucket: Bucket) -> int | None:
+        """The pipeline rank that holds the same bucket, if one does: that of a tied embedding, whose ends are two ranks."""
+        stages = {stage for slot in bucket.slots for stage in slot.spec.stages}
+        return next((stage for stage in stages if stage != self.mesh.coordinate.pp), None)
 
     @property
     def _block(self) -> int:
@@ -110,19 +125,83 @@ class ShardedAdamW:
 
     def publish(self) -> None:
         """Weights of this region = rounded masters, then everybody's to everybody. Also after a load."""
-        for region in self.regions:
-            self.mesh.region(region.weights).copy_(region.master)
-            self.mesh.all_gather(region.weights)
+        for index, region in enumerate(self.regions):
+            if not region.is_copy(self._pp):
+                self.mesh.region(region.weights).copy_(region.master)
+            self.start_gather(index)
+        self.finish()
 
     def zero_grad(self) -> None:
         """Before the first micro-batch of an update."""
         for region in self.regions:
             region.main_grad.zero_()
 
+    @property
+    def _pp(self) -> int:
+        return self.mesh.coordinate.pp
+
     def reduce_grads(self) -> None:
-        """Sum the gradients over the replicas; afterwards each holds those of its own region."""
+        """All sums of an update, one after the other."""
+        for index in range(len(self.regions)):
+            self.start_reduce(index)
+        self.reduce_twins()
+
+    def start_reduce(self, index: int, *, beside: bool = False) -> None:
+        """Sum a bucket's gradients over the replicas, each of which ends with those of its own region.
+
+        `beside`: return at once, `finish` waits.
+        """
+        region = self.regions[index]
+        self._sum_partial(region)
+        self._under_way(index, self.mesh.start_reduce_scatter(region.main_grad), beside)
+
+    def reduce_twins(self) -> None:
+        """The last stage's summed region of a tied embedding is added to the first stage's, which updates it for both."""
+        self.finish()
         for region in self.regions:
-            self.mesh.reduce_scatter(region.main_grad)
+            if region.twin is not None:
+                mine = self.mesh.region(region.main_grad)
+                if region.is_copy(self._pp):
+                    self.mesh.start_transfers([(mine, region.twin, True)])[0].wait()
+                else:
+                    mine += self.mesh.start_transfers([(torch.empty_like(mine), region.twin, False)])[0].wait()
+
+    def start_gather(self, index: int, *, beside: bool = False) -> None:
+        """Give everybody a bucket's weights, each replica those of its region; a twin gets them from its owner first."""
+        region = self.regions[index]
+        if region.twin is not None:
+            mine = self.mesh.region(region.weights)
+            self.mesh.start_transfers([(mine, region.twin, not region.is_copy(self._pp))])[0].wait()
+        self._under_way(index, self.mesh.start_all_gather(region.weights), beside)
+
+    def _under_way(self, index: int, pending: Pending, beside: bool) -> None:
+        if beside:
+            self._pending[index] = pending
+        else:
+            pending.wait()
+
+    def wait(self, index: int) -> None:
+        """Until what is under way on a bucket has ended."""
+        if (pending := self._pending.pop(index, None)) is not None:
+            pending.wait()
+
+    def finish(self) -> None:
+        """Until nothing is under way."""
+        for index in list(self._pending):
+            self.wait(index)
+
+    def _sum_partial(self, region: Region) -> None:
+        """Complete the gradients of which tp neighbours hold summands: the same bits on all of them.
+
+        By name, because a short part of the vocabulary makes a rank place the same parameters in another order.
+        """
+        by_width: dict[int, list[torch.Tensor]] = {}
+        for slot in sorted(region.bucket.slots, key=lambda slot: slot.spec.name):
+            if (width := slot.spec.summands(self.mesh.shape.tp)) > 1:
+                by_width.setdefault(width, []).append(region.main_grad[slot.start : slot.stop])
+        for width, grads in sorted(by_width.items()):
+            summed = self.mesh.sum_neighbours(torch.cat(grads), width)
+            torch._foreach_copy_(grads, summed.split([grad.numel() for grad in grads]))
 
     def sum_of_squares(self) -> torch.Tensor:
         """This rank's share of the squared norm of the reduced gradients, fp64."""
@@ -131,23 +210,29 @@ class ShardedAdamW:
     def _owned_grads(self) -> Iterator[torch.Tensor]:
         for region in self.regions:
             mine = self.mesh.region(region.main_grad)
-            if all(is_owner(part.spec, self.mesh.coordinate) for part in region.parts):
+            if region.parts and all(is_owner(part.spec, self.mesh.coordinate) for part in region.parts):
                 yield mine  # padding is zero
             else:
                 yield from (mine[part.start : part.stop] for part in region.parts if is_owner(part.spec, self.mesh.coordinate))
 
-    def update(self, *, lr: float, number: int, factor: float) -> None:
-        """AdamW number `number` (from 1) on this rank's region, with gradients times `factor`; then publish the weights."""
+    def update(self, *, lr: float, number: int, factor: float, order: Sequence[int] = (), beside: bool = False) -> None:
+        """AdamW number `number` (from 1) on this rank's region, with gradients times `factor`; each bucket is then published.
+
+        `order`: of the buckets, the same on all replicas. `beside`: the gathering goes on after the return.
+        """
         adam = _Constants.of(self.options, lr, number)
-        for region in self.regions:
-            grad, weights = self.mesh.region(region.main_grad), self.mesh.region(region.weights)
-            for block, decay in self._blocks(region):
-                if factor != 1.0:
-                    grad[block].mul_(factor)
-                state = (region.master[block], region.exp_avg[block], region.exp_avg_sq[block])
-                _adamw(grad[block], *state, self._scratch[: block.stop - block.start], adam, decay)
-                weights[block].copy_(region.master[block])
-            self.mesh.all_gather(region.weights)
+        for index in order or range(len(self.regions)):
+            self._update(self.regions[index], adam, factor)
+            self.start_gather(index, beside=beside)
+
+    def _update(self, region: Region, adam: _Constants, factor: float) -> None:
+        grad, weights = self.mesh.region(region.main_grad), self.mesh.region(region.weights)
+        for block, decay in self._blocks(region):
+            if factor != 1.0:
+                grad[block].mul_(factor)
+            state = (region.master[block], region.exp_avg[block], region.exp_avg_sq[block])
+            _adamw(grad[block], *state, self._scratch[: block.stop - block.start], adam, decay)
+            weights[block].copy_(region.master[block])
 
     def _blocks(self, region: Region) -> Iterator[tuple[slice, bool]]:
         """The region in cache-sized blocks of one weight-decay group each; padding goes with what it follows."""

@@ -88,6 +88,11 @@ class MeshShape:
         choices = [range(self.size(axis)) if axis in axes else (here.on(axis),) for axis in AXES]
         return tuple(sorted(self.rank(Coordinate(**dict(zip(AXES, place, strict=True)))) for place in product(*choices)))
 
+    def neighbours(self, rank: int, width: int) -> tuple[int, ...]:
+        """The ranks of this one's run of `width` neighbours along tp (which `width` divides)."""
+        start = self.coordinate(rank).tp // width * width
+        return self.group(rank, ("tp",))[start : start + width]
+
     def shard(self, coordinate: Coordinate) -> int:
         """Which of the `shards` regions of every bucket this place owns: its index within its CP x DP group."""
         return self.group(self.rank(coordinate), SHARD_AXES).index(self.rank(coordinate))

@@ -1,8 +1,9 @@
 """The engine: one update of the whole model by all ranks, and the state that it changes.
 
     how many tokens count, over all replicas          one int64 all-reduce, before the first forward
-    forward and backward of each of my micro-batches  gradients of (summed loss / that number), added to main_grad
-    sum the gradients over the replicas               reduce-scatter, fp32
+    forward and backward of each of my micro-batches  gradients of (summed loss / that number), added to main_grad, in the
+                                                      order of the schedule (`ftrain.parallel.program`)
+    sum the gradients over the replicas               reduce-scatter, fp32; actions of the same list
     vote                                              one fp64 all-reduce: norm, finite or not, loss, wishes
     update my region, publish the weights             all ranks, or none if anything was not finite
 
@@ -23,14 +24,15 @@ from ftrain.model import init
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.arrays import EXACT, StatePiece, StateTypes, array_specs
 from ftrain.parallel.buckets import Part, plan_buckets
-from ftrain.parallel.layout import parameters
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.norm import clip_factor
 from ftrain.parallel.optimizer import ShardedAdamW
 from ftrain.parallel.partition import microbatches
+from ftrain.parallel.stages import config_parameters
 from ftrain.train.batch import Data, Sequences
 from ftrain.train.evaluate import evaluate
 from ftrain.train.lr import learning_rate
+from ftrain.train.passes import Passes
 from ftrain.train.votes import Flags, Vote, vote
 from storage.pack import ArraySpec
 
@@ -72,18 +74,30 @@ class Engine:
     ) -> None:
         """`before_update` is called when the state is about to change: a copy of it must be finished on return.
         `progress` is told the phase and micro-batch, for the heartbeat."""
-        if mesh.shape.world != mesh.shape.dp:
-            raise ValueError(f"mesh {mesh.shape}: this engine trains with data parallelism only for now")
+        if mesh.shape.cp > 1:
+            raise ValueError(f"mesh {mesh.shape}: this engine trains with tensor, pipeline and data parallelism only for now")
         self.config, self.mesh, self.device, self.dataset = config, mesh, torch.device(device), dataset
         self.before_update, self.progress = before_update, progress
         self.step = 0
         self.compute_dtype = compute_dtype(config, self.device)
         self.types = EXACT if self.compute_dtype == torch.float64 else StateTypes()
-        self.parameters = parameters(config.model, mesh.shape)
+        self.parameters = config_parameters(config, mesh.shape)
+        for width in sorted({spec.summands(mesh.shape.tp) for spec in self.parameters}):
+            mesh.make_neighbours(width)  # the same list on every rank
         buckets = plan_buckets(self.parameters, mesh.shape, mesh.coordinate, bucket_bytes=self._bucket_bytes)
         self.optimizer = ShardedAdamW(buckets, mesh=mesh, device=self.device, types=self.types, options=config.optimizer)
-        self.model = Transformer(config.model, dtype=self.compute_dtype)
-        self.model.place(self.optimizer.views())
+        self.passes = Passes(
+            config,
+            self.parameters,
+            self.optimizer,
+            dtype=self.compute_dtype,
+            progress=lambda phase, microbatch: self.progress(phase, microbatch),
+        )
+
+    @property
+    def model(self) -> Transformer:
+        """The rank's first stage: the whole model where there is no pipeline."""
+        return next(iter(self.passes.modules.values()))
 
     @property
     def _bucket_bytes(self) -> float:
@@ -117,7 +131,7 @@ class Engine:
     def evaluate(self) -> float:
         """Mean loss per valid token on the fixed held-out slice."""
         return evaluate(
-            self.model,
+            self.passes,
             self.dataset,
             mesh=self.mesh,
             num_sequences=self.config.evaluate.sequences,
@@ -133,7 +147,7 @@ class Engine:
         self.optimizer.zero_grad()
         loss, tokens = self._accumulate_gradients(first_sequence)
         self.progress("reduce", 0)
-        self.optimizer.reduce_grads()
+        self.optimizer.reduce_twins()
         outcome = vote(
             self.mesh,
             squares=self.optimizer.sum_of_squares(),
@@ -144,26 +158,17 @@ class Engine:
         return self._finish(outcome, tokens)
 
     def _accumulate_gradients(self, first_sequence: int) -> tuple[torch.Tensor, int]:
-        """All my micro-batches; my share of the loss, and the number of valid tokens of all replicas."""
+        """All my micro-batches; my share of the loss (tp ranks know the same one), and the valid tokens of all replicas."""
         batch = self.config.batch
         mine = microbatches(batch.global_batch, batch.micro_batch, self.mesh.shape.dp, self.mesh.coordinate.dp)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.progress("data", 0)
         first, stop = (mine[0].start, mine[-1].stop) if mine else (0, 0)
         sequences = Sequences.of(self.dataset.sequences(first_sequence + first, stop - first), self.device) if mine else None
         valid = torch.zeros((), dtype=torch.int64, device=self.device) if sequences is None else sequences.valid.sum()
         tokens = int(self.mesh.all_reduce(valid, ("dp",)))
-        for number, part in enumerate(mine):
-            assert sequences is not None
-            loss += self._forward_backward(number, sequences[part.start - first : part.stop - first], 1 / max(1, tokens))
-        return loss, tokens
-
-    def _forward_backward(self, number: int, batch: Sequences, scale: float) -> torch.Tensor:
-        self.progress("forward", number)
-        loss = self.model.loss(self.model(batch.tokens), batch.targets, batch.valid, scale)
-        self.progress("backward", number)
-        loss.backward()
-        return loss.detach()
+        parts = [] if sequences is None else [sequences[part.start - first : part.stop - first] for part in mine]
+        loss = self.passes.accumulate(parts, 1 / max(1, tokens))
+        return loss * (self.mesh.coordinate.tp == 0), tokens
 
     def _finish(self, outcome: Vote, tokens: int) -> StepResult:
         """Update or skip; either way the step counts, so that a resumed run needs no second counter."""
@@ -172,7 +177,13 @@ class Engine:
         if outcome.is_finite:
             self.before_update()
             self.progress("update", 0)
-            self.optimizer.update(lr=lr, number=number, factor=clip_factor(outcome.norm, config.optimizer.clip_norm))
+            self.optimizer.update(
+                lr=lr,
+                number=number,
+                factor=clip_factor(outcome.norm, config.optimizer.clip_norm),
+                order=self.passes.closing,
+                beside=config.parallel.overlap_gather,
+            )
         self.step = number
         return StepResult(
             step=number,

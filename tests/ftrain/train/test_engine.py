@@ -11,6 +11,7 @@ MODELS = [
     pytest.param({}, id="untied"),
     pytest.param({"tied": True, "kv_heads": 0}, id="tied"),
     pytest.param({"head_dim": 6, "kv_heads": 1, "layers": 3, "vocab": 67}, id="odd"),
+    pytest.param({"qk_norm": True, "z_loss": 0.01}, id="options"),
 ]
 
 
