@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftrain.cli import render
+from ftrain.cli import ckpt_exchange, render
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.units import format_bytes
@@ -38,10 +38,9 @@ def ckpt() -> None:
 @contextmanager
 def opened(url: str) -> Iterator[RunStore]:
     """The run's store."""
-    from storage.run import RunStore
-
     from ftrain.compose.paths import absolute_url
     from storage.objects import open_store
+    from storage.run import RunStore
 
     with told():
         store = open_store(absolute_url(url))
@@ -189,6 +188,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
       ftrain ckpt diff runs/demo@150 runs/demo-unbroken@150
     """
     import msgspec
+
     from storage.diff import diff as compare
 
     (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
@@ -201,3 +201,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     else:
         render.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
     raise SystemExit(1 if rows else 0)
+
+
+for command in ckpt_exchange.COMMANDS:
+    ckpt.add_command(command)
