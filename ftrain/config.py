@@ -244,6 +244,45 @@ class Recovery(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, description="first wait after a repeated failure, doubled each time", extra=FREE)
     ] = 1.0
     backoff_max_s: Annotated[float, Meta(ge=0, description="longest such wait", extra=FREE)] = 60.0
+    unknown_restarts: Annotated[
+        int, Meta(ge=0, description="the same as max_restarts, of interruptions nobody can explain", extra=FREE)
+    ] = 2
+    same_failure: Annotated[
+        int, Meta(ge=0, description="restarts after the program failed alike at the same step", extra=FREE)
+    ] = 2
+    outage_wait_s: Annotated[
+        float, Meta(ge=0, description="first wait when something outside must recover, doubled each time", extra=FREE)
+    ] = 30.0
+    outage_max_s: Annotated[float, Meta(ge=0, description="longest such wait", extra=FREE)] = 900.0
+    outage_restarts: Annotated[
+        int, Meta(ge=0, description="restarts without progress while something outside is down", extra=FREE)
+    ] = 20
+    jitter: Annotated[
+        float,
+        Meta(ge=0, le=1, description="a wait is stretched by up to this share: many runs do not return at once", extra=FREE),
+    ] = 0.1
+    quarantine_s: Annotated[
+        float, Meta(ge=0, description="a blamed node is left out for this long, doubled with each further blame", extra=FREE)
+    ] = 3600.0
+    quarantine_max_s: Annotated[float, Meta(ge=0, description="longest such time", extra=FREE)] = 604_800.0
+    flap_s: Annotated[
+        float, Meta(ge=0, description="a network fault counts against a node if it comes twice within this time", extra=FREE)
+    ] = 300.0
+    breaker_share: Annotated[
+        float, Meta(ge=0, le=1, description="never more than this share of the nodes is left out at once", extra=FREE)
+    ] = 0.25
+    notice: Annotated[
+        str, Meta(description="file or http URL that says when this machine is taken away; empty: none", extra=FREE)
+    ] = ""
+    notice_poll_s: Annotated[
+        float, Meta(gt=0, description="how often notices and the scheduler's time limit are looked at", extra=FREE)
+    ] = 5.0
+    end_margin_s: Annotated[
+        float, Meta(ge=0, description="time kept free, before a known end, beyond what a step and a save take", extra=FREE)
+    ] = 30.0
+    metrics_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
+    ] = 0
     hang_s: Annotated[float, Meta(gt=0, description="no progress of a rank for this long counts as a hang", extra=FREE)] = 300.0
     start_s: Annotated[float, Meta(gt=0, description="longest time from launch to the first step", extra=FREE)] = 600.0
     stop_s: Annotated[float, Meta(gt=0, description="time a stopping run has to finish its step and save", extra=FREE)] = 120.0
