@@ -213,14 +213,14 @@ class Coordinator:
         hello, desk = self.agent.hello, self.desk
         if hello is None:
             return
+        if hello.workers and hello.attempt >= desk.journal.state.attempt:  # before anything else is heard of them
+            desk.attempt = desk.attempt or Attempt.adopted(hello)
+            desk.journal.extend(self.delegate.on_adopted(hello.attempt, hello.memo))
         if hello.stop and not desk.control.stop:
             desk.request_stop("an earlier coordinator")
         desk.control = type(desk.control)(stop=desk.control.stop, save=max(hello.save, desk.control.save))
         self.agent.send(desk.control)
         self._ask(Prepare(memfds={}), (Prepared,), self.spec.prepare_s)  # everything kept for us has arrived before the answer
-        if hello.workers and hello.attempt >= desk.journal.state.attempt:
-            desk.attempt = desk.attempt or Attempt.adopted(hello)
-            desk.journal.extend(self.delegate.on_adopted(hello.attempt, hello.memo))
 
     # an attempt
 
