@@ -11,8 +11,8 @@ from ftrain.checkpoint.arena import slot_nbytes
 from ftrain.config import Config
 from ftrain.parallel.arrays import EXACT, SLOTS, StateTypes, array_specs
 from ftrain.parallel.buckets import plan_buckets, state_boxes
-from ftrain.parallel.layout import parameters
 from ftrain.parallel.shape import Coordinate, MeshShape, mesh_shape
+from ftrain.parallel.stages import config_parameters
 from storage.pack import PackLayout, plan_pack
 
 
@@ -38,7 +38,7 @@ class _Planner:
     def __init__(self, config: Config) -> None:
         types = EXACT if config.machine.compute_dtype == "float64" else StateTypes()
         self.mesh: MeshShape = mesh_shape(config)
-        self._specs = parameters(config.model, self.mesh)
+        self._specs = config_parameters(config, self.mesh)
         self._bucket_bytes = config.parallel.bucket_mib * 2**20
         arrays = array_specs(self._specs, self.mesh, bucket_bytes=self._bucket_bytes, types=types)
         self._arrays = {spec.name: spec for spec in arrays}

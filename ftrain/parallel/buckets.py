@@ -10,8 +10,8 @@ multiples of `row_unit` rows. A replica's share is then a list of whole row bloc
   position and cut are then both on the matrix's row grid.
 - `row_unit` is a power of two: the largest for which alignment costs at most 1 % of the bucket, or up to 8 rows for at most
   4 %, because rows are tiles and tiny tiles make too many chunks; if neither can be had, the cheapest.
-- A bucket holds whole blocks (a layer, the embedding, the head) and never spans stages. A tied embedding whose ends lie on
-  two stages gets its own bucket, so that both ends cut it alike.
+- A bucket holds whole blocks (a layer, the embedding, the head) and never spans virtual stages. A tied embedding whose ends
+  lie on two ranks gets its own bucket, so that both ends cut it alike.
 
 Pure: the same plan is computed by every rank, by the planner and by the tests.
 """
@@ -140,15 +140,25 @@ def _groups(
     for block in _blocks([spec for spec in specs if coordinate.pp in spec.stages]):
         size = sum(2.0 * box.size for spec in block if (box := local_box(spec, mesh, largest)))
         alone = len(block[0].stages) > 1
-        if groups[-1] and (alone or sizes[-1] >= bucket_bytes):
+        if groups[-1] and (alone or sizes[-1] >= bucket_bytes or groups[-1][-1].chunk != block[0].chunk):
             groups.append([])
             sizes.append(0.0)
         groups[-1] += block
         sizes[-1] += float("inf") if alone else size
-    if len(groups) > 1 and sizes[-1] < bucket_bytes / 2 and sizes[-2] < float("inf"):
-        rest = groups.pop()  # small: its padding would not be
-        groups[-1] += rest
-    return groups
+    return _merge_small(groups, sizes, bucket_bytes / 2)
+
+
+def _merge_small(groups: list[list[ParameterSpec]], sizes: list[float], least: float) -> list[list[ParameterSpec]]:
+    """The last group of a virtual stage goes with the one before if it is small: its padding would not be."""
+    merged: list[list[ParameterSpec]] = []
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        is_last = index + 1 == len(groups) or groups[index + 1][0].chunk != group[0].chunk
+        joins = index > 0 and groups[index - 1][0].chunk == group[0].chunk and sizes[index - 1] < float("inf")
+        if is_last and joins and size < least:
+            merged[-1] += group
+        else:
+            merged.append(group)
+    return merged
 
 
 def _blocks(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:

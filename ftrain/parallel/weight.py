@@ -51,8 +51,9 @@ def put_off(queue: list[Outer]) -> Iterator[None]:
 
 def make_up(queue: list[Outer]) -> None:
     """Add the gradients that were put off, in their order, and let go of what they were made of."""
-    for weight, dy_NO, x_NI in queue:
-        accumulate(weight, dy_NO, x_NI)
+    with torch.no_grad():
+        for weight, dy_NO, x_NI in queue:
+            accumulate(weight, dy_NO, x_NI)
     queue.clear()
 
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import torch
 
-from ftrain.model.transformer import Transformer
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.partition import microbatches
 from ftrain.train.batch import Data, Sequences
+from ftrain.train.passes import Passes
 
 
 def evaluate(
-    model: Transformer,
+    passes: Passes,
     data: Data,
     *,
     mesh: Mesh,
@@ -32,12 +32,18 @@ def evaluate(
     """Mean loss per valid token, in nats, over the first held-out sequences. All ranks call it together."""
     sums = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)  # loss and valid tokens of each sequence
     mine = microbatches(num_sequences, micro_batch, mesh.shape.dp, mesh.coordinate.dp)
-    with torch.no_grad():
-        for number, part in enumerate(mine):
-            progress("evaluate", number)
-            batch = Sequences.of(data.heldout(part.start, len(part)), device)
-            losses = model.losses(model(batch.tokens), batch.targets * batch.valid)
-            sums[0, part.start : part.stop] = (losses * batch.valid).sum(1, dtype=torch.float64)
-            sums[1, part.start : part.stop] = batch.valid.sum(1)
-    losses_of, valid_of = mesh.all_reduce(sums, ("dp",)).tolist()
+
+    def batch(number: int) -> Sequences:
+        return Sequences.of(data.heldout(mine[number].start, len(mine[number])), device)
+
+    def use(number: int, batch: Sequences, losses: torch.Tensor) -> None:
+        progress("evaluate", number)
+        part = mine[number]
+        sums[0, part.start : part.stop] = (losses * batch.valid).sum(1, dtype=torch.float64)
+        sums[1, part.start : part.stop] = batch.valid.sum(1)
+
+    passes.forward([len(part) for part in mine], batch, use)
+    for axis in ("dp", "pp"):  # only last stages have anything but zeros
+        mesh.all_reduce(sums, (axis,))
+    losses_of, valid_of = sums.tolist()
     return math.fsum(losses_of) / max(1.0, math.fsum(valid_of))

@@ -1,0 +1,152 @@
+"""Forward and backward over micro-batches, and forward alone: the model's stages on this rank, at work.
+
+Every mesh goes this way, also one process: there the pipeline has one rank and nothing to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ftrain.config import Config
+from ftrain.model.transformer import Transformer
+from ftrain.parallel.buckets import plan_buckets
+from ftrain.parallel.layout import ParameterSpec
+from ftrain.parallel.ops import TensorGroup
+from ftrain.parallel.optimizer import ShardedAdamW, View
+from ftrain.parallel.pipeline import Job, Pipeline, Stage
+from ftrain.parallel.program import Program, Segments, blocks, closing, lower, segments
+from ftrain.parallel.shape import Coordinate
+from ftrain.parallel.stages import StagePlan, forward_schedule, stage_plan, training_schedule
+from ftrain.train.batch import Sequences
+
+
+class Passes:
+    """A rank's stages, the programs it has run, and the pipeline that runs them."""
+
+    def __init__(
+        self,
+        config: Config,
+        specs: Sequence[ParameterSpec],
+        optimizer: ShardedAdamW,
+        *,
+        dtype: torch.dtype,
+        progress: Callable[[str, int], None],
+    ) -> None:
+        """`dtype`: of the activations."""
+        self.config, self.optimizer, self.mesh = config, optimizer, optimizer.mesh
+        self.plan: StagePlan = stage_plan(config)
+        rank, parallel = self.mesh.coordinate.pp, config.parallel
+        buckets = [
+            plan_buckets(specs, self.mesh.shape, place, bucket_bytes=parallel.bucket_mib * 2**20) for place in self._column()
+        ]
+        self._num_buckets = [len(of_rank) for of_rank in buckets]
+        self._segments: list[Segments] = [segments(self.plan, index, of_rank) for index, of_rank in enumerate(buckets)]
+        self.closing = tuple(gather.bucket for gather in closing(self._segments[rank], self._num_buckets[rank]))
+        group = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
+        self.modules = {
+            stage: Transformer(config.model, dtype=dtype, layers=self.plan.layers[stage], group=group)
+            for stage in self.plan.stages_of(rank)
+        }
+        place(self.modules, optimizer.views())
+        self.pipeline = Pipeline(
+            {stage: self._stage(stage) for stage in self.modules},
+            num_stages=self.plan.num_stages,
+            mesh=self.mesh,
+            dtype=dtype,
+            device=optimizer.device,
+            progress=progress,
+        )
+        self._programs: dict[int, Program] = {}
+
+    def _column(self) -> list[Coordinate]:
+        """The places of this rank's pipeline, first stage to last: one program is made for all of them."""
+        here = self.mesh.coordinate
+        return [Coordinate(tp=here.tp, cp=here.cp, pp=pp, dp=here.dp) for pp in range(self.mesh.shape.pp)]
+
+    def _stage(self, stage: int) -> Stage:
+        """In segments where reductions overlap, whole otherwise."""
+        held = self._segments[self.mesh.coordinate.pp][stage]
+        if self.config.parallel.overlap_reduce:
+            return Stage(self.modules[stage], [s.blocks for s in held], [s.buckets for s in held])
+        return Stage(self.modules[stage], [blocks(self.plan, stage)], [frozenset().union(*(s.buckets for s in held))])
+
+    def program(self, num_microbatches: int) -> Program:
+        """What the ranks of this pipeline do in a step of so many micro-batches."""
+        if num_microbatches not in self._programs:
+            schedule = training_schedule(self.config, num_microbatches)
+            overlap = self.config.parallel.overlap_reduce
+            self._programs[num_microbatches] = lower(schedule, self._segments, self._num_buckets, overlap=overlap)
+        return self._programs[num_microbatches]
+
+    def accumulate(self, microbatches: Sequence[Sequences], scale: float) -> torch.Tensor:
+        """Add the gradients of scale x the summed loss to `main_grad`, and sum them over the replicas; my share of that loss,
+        which is on the last stage.
+        """
+        loss = torch.zeros((), dtype=torch.float64, device=self.optimizer.device)
+
+        def finish(number: int, y: torch.Tensor) -> torch.Tensor:
+            nonlocal loss
+            batch = microbatches[number]
+            mine = self._last.loss(y, batch.targets, batch.valid, scale)
+            loss += mine.detach()
+            return mine
+
+        beside = self.config.parallel.overlap_reduce
+        job = Job(
+            tokens=lambda number: microbatches[number].tokens,
+            shape=lambda number: _shape(microbatches[number].tokens),
+            finish=finish,
+            reduce=lambda bucket: self.optimizer.start_reduce(bucket, beside=beside),
+            ready=self.optimizer.wait,
+        )
+        self.pipeline.run(self.program(len(microbatches)).ranks[self.mesh.coordinate.pp], job)
+        return loss
+
+    def forward(
+        self, sizes: Sequence[int], batch: Callable[[int], Sequences], use: Callable[[int, Sequences, torch.Tensor], None]
+    ) -> None:
+        """Forward only: micro-batches of so many sequences; `use` gets the losses of each position, on the last stage."""
+
+        def finish(number: int, y: torch.Tensor) -> None:
+            mine = batch(number)
+            use(number, mine, self._last.losses(y, mine.targets * mine.valid))
+
+        length = self.config.data.seq_len
+        job = Job(
+            tokens=lambda number: batch(number).tokens,
+            shape=lambda number: (sizes[number], length),
+            finish=finish,
+            ready=self.optimizer.wait,
+        )
+        schedule = forward_schedule(self.plan, len(sizes))
+        program = lower(schedule, [{} for _ in self._segments], [0 for _ in self._segments], overlap=False)
+        with torch.no_grad():
+            self.pipeline.run(program.ranks[self.mesh.coordinate.pp], job)
+
+    @property
+    def _last(self) -> Transformer:
+        """The stage that ends the model; only its rank asks."""
+        return self.modules[self.plan.num_stages - 1]
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this rank holds the last stage, and so knows the loss."""
+        return self.plan.num_stages - 1 in self.modules
+
+
+def place(modules: Mapping[int, Transformer], views: Mapping[str, View]) -> None:
+    """Every view to the stages that use it; one that nobody uses, or that a stage misses, is an error."""
+    used: set[str] = set()
+    for module in modules.values():
+        names = {name for name, _ in module.named_parameters()} & views.keys()
+        module.place({name: views[name] for name in views if name in names})
+        used |= names
+    if views.keys() - used:
+        raise ValueError(f"no stage has {', '.join(sorted(views.keys() - used))}")
+
+
+def _shape(tokens: torch.Tensor) -> tuple[int, int]:
+    sequences, length = tokens.shape
+    return sequences, length
