@@ -200,7 +200,7 @@ def test_stack_dumps_are_in_the_evidence(tmp_path):
     with driven_agent(tmp_path) as agent:
         agent.accept()
         agent.start(args=fault("hang"))
-        agent.wait_for(FromWorker, lambda it: it.payload.startswith(b"step 1"))
+        agent.wait_for(Heartbeats, lambda it: it.beats != () and it.beats[0].step == 2)  # where it hangs
         agent.send(CollectEvidence(id=1, dump_stacks=True))
         evidence = agent.wait_for(EvidenceCollected).evidence
         assert any("in fail" in line for line in evidence.log)

@@ -20,6 +20,7 @@ from recovery.messages import (
     Exited,
     Heartbeats,
     Numbered,
+    Ping,
     Prepare,
     Prepared,
     Shutdown,
@@ -94,7 +95,11 @@ class DrivenAgent:
         """The next such message; everything passed over is in `seen`."""
         assert self.link is not None
         deadline = time.monotonic() + PATIENCE_S
-        while (frame := self.link.receive(max(0.0, deadline - time.monotonic()))) is not None:
+        while time.monotonic() < deadline and not self.link.closed:
+            frame = self.link.receive(0.2)
+            self.link.send(Ping())  # whoever waits is alive: the lease is not at stake here
+            if frame is None:
+                continue
             message = frame.message
             if isinstance(message, Numbered):
                 self.seq, message = message.seq, message.message
@@ -102,7 +107,6 @@ class DrivenAgent:
                 self.seen.append(message)
             if isinstance(message, kind) and condition(message):
                 return message
-            assert time.monotonic() < deadline, f"no {kind.__name__}; last seen: {self.seen[-10:]}"
         raise AssertionError(f"no {kind.__name__}; last seen: {self.seen[-10:]}; {(self.folder / 'agent.out').read_text()}")
 
     def expect(self, kind: type[M], condition: Callable[[M], bool] = lambda message: True) -> M:
