@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ftrain.config import Config, KeepBest
+from ftrain.parallel.partition import partition_layers
 from ftrain.schema import Problem
 
 BYTE_VOCAB = 257
@@ -26,8 +27,8 @@ def combinations(config: Config) -> list[Problem]:
 
 def availability(config: Config) -> list[Problem]:
     """What a legal config asks for that this engine does not do yet."""
-    message = "this engine trains with tensor and data parallelism only for now"
-    sizes = {"cp": config.parallel.cp, "pp": config.parallel.pp}
+    message = "this engine trains with tensor, pipeline and data parallelism only for now"
+    sizes = {"cp": config.parallel.cp}
     return [Problem(f"parallel.{axis}", f"given {size}", "1", message) for axis, size in sizes.items() if size > 1]
 
 
@@ -35,6 +36,11 @@ def replicas(config: Config) -> int:
     """The DP size: what remains of the ranks. Meaningful only if the ranks divide."""
     parallel = config.parallel
     return parallel.ranks // (parallel.tp * parallel.cp * parallel.pp)
+
+
+def num_chunks(config: Config) -> int:
+    """Stages of a pipeline rank; the V always has two."""
+    return 2 if config.parallel.schedule == "zb_v" else config.parallel.virtual_stages
 
 
 def head_dim(config: Config) -> int:
@@ -91,10 +97,53 @@ def _width(config: Config) -> Iterator[Problem]:
 
 
 def _stages(config: Config) -> Iterator[Problem]:
-    layers, pp = config.model.layers, config.parallel.pp
-    if pp > layers:
-        given = f"given {pp}, with model.layers = {layers}"
-        yield Problem("parallel.pp", given, "at most one stage per layer", f"nearest: {layers}")
+    layers, pp, chunks = config.model.layers, config.parallel.pp, num_chunks(config)
+    if pp * chunks > layers:
+        each = f" and {chunks} stages on each rank" if chunks > 1 else ""
+        given = f"given {pp}, with model.layers = {layers}{each}"
+        legal = layers // chunks
+        hint = f"nearest: {legal}" if legal else f'nearest: model.layers = {pp * chunks}, or parallel.schedule = "1f1b"'
+        yield Problem("parallel.pp", given, "at most one stage per layer", hint)
+
+
+def _virtual_stages(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    given = f'given {parallel.virtual_stages}, with parallel.schedule = "{parallel.schedule}"'
+    if parallel.schedule == "interleaved":
+        if parallel.virtual_stages < 2:
+            yield Problem("parallel.virtual_stages", given, "at least 2 (with 1 it is 1f1b)", "nearest: 2")
+        if parallel.pp < 2:
+            given = 'given 1, with parallel.schedule = "interleaved"'
+            yield Problem("parallel.pp", given, "at least 2: one rank has nothing to interleave", "nearest: 2")
+    elif parallel.virtual_stages > 1 and parallel.schedule != "zb_v":
+        yield Problem("parallel.virtual_stages", given, "1, or schedule interleaved", "nearest: 1")
+    elif parallel.virtual_stages > 2:
+        yield Problem("parallel.virtual_stages", given, "1 or 2: the V has two stages on each rank", "nearest: 2")
+
+
+def _layer_counts(config: Config) -> Iterator[Problem]:
+    counts, layers = config.parallel.layer_counts, config.model.layers
+    stages = config.parallel.pp * num_chunks(config)
+    if counts and (len(counts) != stages or sum(counts) != layers or min(counts) < 1):
+        given = f"given {list(counts)}: {len(counts)} stages, {sum(counts)} layers"
+        allowed = f"{stages} numbers, each at least 1, that add up to model.layers = {layers}"
+        even = [len(part) for part in partition_layers(layers, stages)] if stages <= layers else []
+        yield Problem("parallel.layer_counts", given, allowed, f"nearest: {even}" if even else "")
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    batch, parallel = config.batch, config.parallel
+    unit = replicas(config) * parallel.pp
+    if parallel.schedule == "interleaved" and parallel.pp > 1 and unit and batch.global_batch % batch.micro_batch == 0:
+        count = batch.global_batch // batch.micro_batch
+        if count % unit:
+            given = (
+                f"given {batch.global_batch}: {count} micro-batches over {replicas(config)} replicas of {parallel.pp} stages"
+            )
+            allowed = "interleaved: each replica's micro-batches a multiple of parallel.pp"
+            yield Problem(
+                "batch.global_batch", given, allowed, nearest(batch.global_batch, multiple_of=unit * batch.micro_batch)
+            )
 
 
 def _sequence(config: Config) -> Iterator[Problem]:
@@ -183,6 +232,9 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _heads,
     _width,
     _stages,
+    _virtual_stages,
+    _layer_counts,
+    _groups,
     _sequence,
     _batch,
     _schedule,

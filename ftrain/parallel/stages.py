@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ftrain.combinations import num_chunks
 from ftrain.config import Config
 from ftrain.parallel.layout import ParameterSpec, parameters
 from ftrain.parallel.partition import partition_layers
@@ -42,11 +43,6 @@ class StagePlan:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The virtual stages of a pipeline rank, ascending."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
-
-
-def num_chunks(config: Config) -> int:
-    """Virtual stages of a rank; the V always has two."""
-    return 2 if config.parallel.schedule == "zb_v" else config.parallel.virtual_stages
 
 
 def stage_plan(config: Config) -> StagePlan:

@@ -32,6 +32,49 @@ CASES = [
     pytest.param(["model.head_dim=7"], "model.head_dim", "nearest: 6 or 8", id="odd head"),
     pytest.param(["model.ffn=97", "parallel.tp=2", "parallel.ranks=2"], "model.ffn", "nearest: 96 or 98", id="ffn by tp"),
     pytest.param(["parallel.pp=5", "parallel.ranks=5"], "parallel.pp", "nearest: 4", id="layers by pp"),
+    pytest.param(
+        ["parallel.pp=3", "parallel.ranks=3", "parallel.schedule=zb_v"],
+        "parallel.pp",
+        "with model.layers = 4 and 2 stages on each rank; allowed: at most one stage per layer; nearest: 2",
+        id="layers by virtual stages",
+    ),
+    pytest.param(["parallel.virtual_stages=2"], "parallel.virtual_stages", "nearest: 1", id="virtual stages of 1f1b"),
+    pytest.param(
+        ["parallel.virtual_stages=3", "parallel.schedule=zb_v"], "parallel.virtual_stages", "nearest: 2", id="a V of three"
+    ),
+    pytest.param(
+        ["parallel.schedule=interleaved", "parallel.pp=2", "parallel.ranks=2"],
+        "parallel.virtual_stages",
+        "nearest: 2",
+        id="interleaved without virtual stages",
+    ),
+    pytest.param(
+        ["parallel.schedule=interleaved", "parallel.virtual_stages=2"], "parallel.pp", "nearest: 2", id="interleaved alone"
+    ),
+    pytest.param(
+        ["parallel.pp=2", "parallel.ranks=2", "parallel.layer_counts=[3, 2]"],
+        "parallel.layer_counts",
+        "allowed: 2 numbers, each at least 1, that add up to model.layers = 4; nearest: [2, 2]",
+        id="layers dropped or made up",
+    ),
+    pytest.param(
+        ["parallel.pp=2", "parallel.ranks=2", "parallel.layer_counts=[0, 4]"],
+        "parallel.layer_counts",
+        "each at least 1",
+        id="an empty stage",
+    ),
+    pytest.param(
+        [
+            "parallel.schedule=interleaved",
+            "parallel.virtual_stages=2",
+            "parallel.pp=2",
+            "parallel.ranks=4",
+            "batch.global_batch=10",
+        ],
+        "batch.global_batch",
+        "nearest: 8 or 12",
+        id="groups of interleaving",
+    ),
     pytest.param(["data.seq_len=22", "parallel.cp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 20 or 24", id="2 cp"),
     pytest.param(["data.seq_len=23", "parallel.tp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 22 or 24", id="seq by tp"),
     pytest.param(["batch.micro_batch=5"], "batch.micro_batch", "nearest: 4 or 6", id="micro"),
@@ -80,11 +123,11 @@ def test_all_combinations_at_once() -> None:
 
 
 def test_what_the_engine_cannot_do_yet_is_legal_but_not_available() -> None:
-    config = parse(BASE, ["parallel.tp=2", "parallel.pp=2", "parallel.ranks=8"])
-    assert [problem.path for problem in availability(config)] == ["parallel.pp"]
-    with pytest.raises(ConfigProblems, match="this engine trains with tensor and data parallelism only for now"):
+    config = parse(BASE, ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ranks=8"])
+    assert [problem.path for problem in availability(config)] == ["parallel.cp"]
+    with pytest.raises(ConfigProblems, match="this engine trains with tensor, pipeline and data parallelism only for now"):
         require_available(config)
-    require_available(parse(BASE, ["parallel.ranks=2", "parallel.tp=2"]))
+    require_available(parse(BASE, ["parallel.ranks=4", "parallel.tp=2", "parallel.pp=2"]))
 
 
 @given(value=st.integers(1, 500), unit=st.integers(1, 50))

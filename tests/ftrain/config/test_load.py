@@ -111,7 +111,8 @@ def test_all_problems_come_at_once() -> None:
         "schedule.kind": 'schedule.kind: given "cosin" (text); allowed: one of "constant", "cosine", "wsd"; '
         "did you mean `cosine`?",
         "schedule.warmup_steps": "schedule.warmup_steps: given {y = 3} (table); allowed: whole number >= 0",
-        "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, order, sp, sp_regather, tp_overlap, bucket_mib; did you mean `tp`?",
+        "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, order, sp, sp_regather, tp_overlap, "
+        "bucket_mib, schedule, virtual_stages, layer_counts, overlap_reduce, overlap_gather; did you mean `tp`?",
         "checkpoint.retention.0.keep": 'checkpoint.retention.0.keep: given "lst" (text); '
         'allowed: one of "last", "every", "best"; did you mean `last`?',
         "checkpoint.retention.1.keep": "checkpoint.retention.1.keep: required, but missing; "

@@ -97,19 +97,19 @@ def _one_rank_is_broken(rank, config):
     calls = []
     engine = engine_of(config, rank, before_update=lambda: calls.append(engine.step))
     before = copy_of_state(engine)
-    reduce = engine.optimizer.reduce_grads
+    reduce = engine.optimizer.start_reduce
 
-    def poisoned():
-        if rank == 1:
+    def poisoned(bucket, **options):
+        if rank == 1 and bucket == 0:
             engine.optimizer.regions[0].main_grad[0] = float("inf")
-        reduce()
+        reduce(bucket, **options)
 
-    engine.optimizer.reduce_grads = poisoned
+    engine.optimizer.start_reduce = poisoned
     result = engine.train_step(step=1, first_sequence=0)
     assert not result.applied
     assert calls == []
     assert all(torch.equal(a, b) for a, b in zip(copy_of_state(engine), before, strict=True))
-    engine.optimizer.reduce_grads = reduce
+    engine.optimizer.start_reduce = reduce
     assert engine.train_step(step=2, first_sequence=8).applied
     assert calls == [1]
     assert not all(torch.equal(a, b) for a, b in zip(copy_of_state(engine), before, strict=True))
