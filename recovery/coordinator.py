@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from recovery import events, paths
 from recovery.agent_record import living_agent
 from recovery.attempt import Attempt, Stalled
-from recovery.classify import classify
+from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate
 from recovery.desk import Desk
@@ -137,7 +137,7 @@ class Coordinator:
         accept_stop_signals()
         if living is None or not self.agent.adopt(living, self.delegate.epoch):
             self._new_agent()
-        classify(Evidence())  # its tables are read now, while the agent starts, and not when a restart waits for the verdict
+        warm()  # the classifier's tables are read now, while the agent starts, and not when a restart waits for the verdict
         self.loop.every(TICK_S, self.desk.tick)
         self.loop.every(min(1.0, self.spec.lease_s / 5), self.agent.ping)
 

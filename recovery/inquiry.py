@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from recovery import events
 from recovery.attempt import Attempt
 from recovery.classify import classify
@@ -13,6 +15,7 @@ from recovery.events import Verdict
 from recovery.evidence import Evidence
 from recovery.journal import Journal
 from recovery.policy import Decision, Limits, decide
+from recovery.state import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ def judge(
 ) -> Case:
     """Classify and decide. If an earlier coordinator did so for this attempt and died, its decision stands."""
     number = attempt.number if attempt is not None else journal.state.attempt
+    if attempt is not None:
+        evidence = replace(evidence, steps=steps_done(journal.state))
     verdict = classify(evidence)
     earlier = journal.state.last_decision
     if earlier is not None and attempt is not None and earlier.attempt == number:
@@ -49,6 +54,11 @@ def judge(
         agent_survived=agent_survived,
     )
     return Case(verdict=verdict, decision=decision, info=info)
+
+
+def steps_done(state: RunState) -> int:
+    """Steps finished in the current attempt: whether a program ever worked decides what its failure means."""
+    return 0 if state.ready_step is None else max(0, state.step - state.ready_step)
 
 
 def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, verdict_id: str) -> Decision:

@@ -35,7 +35,17 @@ from recovery.events import (
 )
 from recovery.state import RunState, apply
 
-__all__ = ["AttemptRow", "CauseRow", "CheckpointRows", "InterruptionRow", "Report", "ReportError", "mtbf_interval", "report"]
+__all__ = [
+    "AttemptRow",
+    "CauseRow",
+    "CheckpointRows",
+    "InterruptionRow",
+    "Report",
+    "ReportBuilder",
+    "ReportError",
+    "mtbf_interval",
+    "report",
+]
 
 FORMULA = "effective time = step time of the steps in the final history / time since the first launch"
 
@@ -135,7 +145,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 def report(events: Iterable[Event], until_s: float | None = None) -> Report:
     """The report of a whole ledger, up to `until_s` (by default: its last event)."""
-    builder = _Builder()
+    builder = ReportBuilder()
     for event in events:
         builder.add(event)
     return builder.build(until_s)
@@ -161,8 +171,8 @@ def _poisson_rate(count: int, probability: float) -> float:
     return (low + high) / 2
 
 
-class _Builder:
-    """One pass over the ledger."""
+class ReportBuilder:
+    """One pass over the ledger: `add` each event, `build` as often as wanted."""
 
     def __init__(self) -> None:
         self._state = RunState()
@@ -175,6 +185,7 @@ class _Builder:
         self._hours: dict[int, list[float]] = {}  # hour -> [tokens, seconds]
 
     def add(self, event: Event) -> None:
+        """One more event, in the ledger's order."""
         before = self._state.step
         fresh = [record for record in steps_of(event) if not self._accounts.knows(event.attempt, record.step)]
         self._accounts.add(event)
@@ -200,6 +211,7 @@ class _Builder:
         self._steps(event.attempt, fresh)
 
     def build(self, until_s: float | None) -> Report:
+        """The report up to `until_s` (None: the last event). ReportError if the books do not add up."""
         books = self._accounts.close(until_s)
         rows = list(self._interruptions.values())
         unplanned = sum(not row.planned for row in rows)

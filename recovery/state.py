@@ -68,6 +68,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     source: str = ""
     pids: dict[int, int] = {}
     step: int = 0  # of the history as it stands
+    ready_step: int | None = None  # of the state all ranks of this attempt began with; None: they are not ready
     best_step: int = 0  # highest ever finished
     loss: float | None = None
     eval_loss: float | None = None
@@ -146,9 +147,10 @@ def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded
                 ranks=event.ranks,
                 source=event.source,
                 pids=event.pids,
+                ready_step=None,
             )
         case Ready():
-            return replace(state, phase=_unless_stopping(state, Phase.RUNNING), step=event.step)
+            return replace(state, phase=_unless_stopping(state, Phase.RUNNING), step=event.step, ready_step=event.step)
         case AttemptEnded():
             return replace(state, pids={})
 

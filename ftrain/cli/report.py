@@ -28,6 +28,8 @@ def report(run_url: str, attempt: int | None, local_dir: str, as_json: bool) -> 
       ftrain report runs/demo --attempt 0
     """
     from ftrain.compose.ledgers import read_ledger
+    from ftrain.compose.packets import waiting
+    from ftrain.compose.paths import absolute_url, local_dir_of
     from recovery.report import ReportError
     from recovery.report import report as make
     from recovery.report_text import explain, lines
@@ -44,7 +46,8 @@ def report(run_url: str, attempt: int | None, local_dir: str, as_json: bool) -> 
             made = make(events)
         except ReportError as error:
             render.fail(str(error), ExitCode.DAMAGED)
+    packet = waiting(events, local_dir_of(absolute_url(run_url), local_dir))
     if as_json:
-        render.json(made.to_json())
+        render.json({**made.to_json(), "packet": packet})
     else:
-        render.data("\n".join(lines(made)))
+        render.data("\n".join([*lines(made), *(["", *packet.lines()] if packet else [])]))

@@ -5,7 +5,9 @@ ftrain run configs/demo.toml
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -51,7 +53,11 @@ def run(
         from ftrain.compose.launch import prepare
 
         folder = prepare(
-            config, accept_change=accept_change, origin=split_step(origin) if origin else None, take_over=take_over
+            config,
+            accept_change=accept_change,
+            origin=split_step(origin) if origin else None,
+            take_over=take_over,
+            command=again(config_path, overrides),
         )
     sys.exit(run_supervised(folder))
 
@@ -88,6 +94,11 @@ def run_supervised(folder: Path) -> int:
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
     return code
+
+
+def again(config_path: str, overrides: Sequence[str]) -> str:
+    """The command that goes on with this run, to be pasted into a shell."""
+    return shlex.join(["ftrain", "run", config_path, *(word for value in overrides for word in ("--set", value))])
 
 
 def split_step(text: str) -> tuple[str, int | None]:

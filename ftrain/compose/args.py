@@ -48,3 +48,4 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     origin_url: str = ""  # --from: the state of another run's checkpoint is the first state of this one
     origin_step: int = 0
     take_over: bool = False
+    command: str = ""  # of a person: goes on with the run

@@ -13,8 +13,10 @@ import msgspec
 
 from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
+from ftrain.compose.exporter import Exporter
 from ftrain.compose.launch import keeper_argv
 from ftrain.compose.ledgers import StoreSink
+from ftrain.compose.packets import Packets
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
@@ -42,7 +44,11 @@ def main(argv: list[str]) -> int:
     except StorageError as error:
         logging.error("%s", error)
         return ExitCode.STORAGE
-    ending = compose(folder, launch, config, store).run()
+    exporter = Exporter(folder, port=config.recovery.metrics_port)
+    try:
+        ending = compose(folder, launch, config, store).run()
+    finally:
+        exporter.close()
     logging.info("%s: %s", ending.outcome, ending.reason)
     return ending.code
 
@@ -69,14 +75,16 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         stop_s=recovery.stop_s,
         take_over=launch.take_over,
     )
-    limits = Limits(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s, backoff_max_s=recovery.backoff_max_s)
+    limits = Limits(**{name: getattr(recovery, name) for name in Limits.__struct_fields__})
 
     def open_ledger(epoch: int) -> tuple[Ledger, RunState]:
         sink = StoreSink(store)
         state = fold(read_all(folder / "ledger", sink))
         return Ledger(folder / "ledger", sink, epoch), state
 
-    return Coordinator(delegate, spec, open_ledger, limits)
+    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
+    coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=packets.on_event)
+    return coordinator
 
 
 def policies(config: Config) -> list[retention.RetentionPolicy]:

@@ -26,7 +26,14 @@ from recovery.owner import claim
 from storage.objects import check_store, open_store
 
 
-def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | None] | None, take_over: bool) -> Path:
+def prepare(
+    config: Config,
+    *,
+    accept_change: bool,
+    origin: tuple[str, int | None] | None,
+    take_over: bool,
+    command: str = "",
+) -> Path:
     """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
 
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
@@ -53,6 +60,7 @@ def prepare(config: Config, *, accept_change: bool, origin: tuple[str, int | Non
         origin_url=source[0] if source else "",
         origin_step=source[1] if source else 0,
         take_over=take_over,
+        command=command,
     )
     _write(folder / "launch.json", launch)
     _write(folder / "config.json", launch.config)

@@ -1,0 +1,81 @@
+"""The packet for a person, on disk the moment the supervisor decides to stop for one: `<local>/packets/<verdict>.json`.
+
+The ledger holds everything a packet says, but not in one place and not in the words of the person who must act. So it is drawn
+once, when the history is known to the decision, and shown again by `ftrain report` for as long as nothing has been started
+since.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from recovery.events import AttemptStarted, Decided, Event, InterruptionClassified, Verdict
+from recovery.packet import Packet, packet
+from recovery.policy import Decision
+from recovery.state import RunState
+
+log = logging.getLogger(__name__)
+
+
+class Packets:
+    """Sees every event of the run; writes a packet for each decision to stop."""
+
+    def __init__(self, folder: Path, command: str, state: Callable[[], RunState]) -> None:
+        """`command` goes on with the run; `state` is the coordinator's, after the event."""
+        self._folder, self._command, self._state = folder, command, state
+        self._verdict: tuple[str, Verdict] | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Remember a verdict; draw the packet when it ends in a stop."""
+        if isinstance(event, InterruptionClassified):
+            self._verdict = (event.verdict_id, event.verdict)
+        elif isinstance(event, Decided) and event.action == "stop_for_human" and self._verdict is not None:
+            verdict_id, verdict = self._verdict
+            if verdict_id == event.verdict_id:
+                self._write(verdict_id, self._draw(verdict, event))
+
+    def _draw(self, verdict: Verdict, decided: Decided) -> Packet:
+        state = self._state()
+        earlier = replace(state.history, interruptions=state.interruptions[:-1])
+        return packet(
+            verdict,
+            Decision(action=decided.action, reason=decided.reason),
+            earlier,
+            command=self._command,
+            steps_at_risk=max(0, state.step - (state.committed_step or 0)),
+        )
+
+    def _write(self, verdict_id: str, made: Packet) -> None:
+        path = packet_file(self._folder, verdict_id)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+            os.replace(temporary, path)
+        except OSError as error:  # what it says stands in the ledger too
+            log.error("the packet %s cannot be written: %s", path, error)
+
+
+def packet_file(folder: Path, verdict_id: str) -> Path:
+    """Where the packet of a verdict lies."""
+    return folder / "packets" / f"{verdict_id}.json"
+
+
+def waiting(events: Iterable[Event], folder: Path) -> Packet | None:
+    """The packet of the stop that a run is in; None if it is in none, or the packet is on another machine."""
+    stopped = ""
+    for event in events:
+        if isinstance(event, Decided):
+            stopped = event.verdict_id if event.action == "stop_for_human" else ""
+        elif isinstance(event, AttemptStarted):
+            stopped = ""
+    path = packet_file(folder, stopped)
+    if not stopped or not path.exists():
+        return None
+    return msgspec.json.decode(path.read_bytes(), type=Packet)

@@ -1,0 +1,66 @@
+"""A stop for a person leaves a packet on disk, and the report shows it until something is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.packets import Packets, packet_file, waiting
+from recovery import events
+from recovery.events import Event, Verdict
+from recovery.packet import Packet
+from recovery.state import RunState, apply
+
+VERDICT = Verdict(class_="disk_full", component="storage", first_failing_rank=1, reason="no space left", confidence=0.9)
+
+
+def story(action: events.Action) -> list[Event]:
+    """A run that committed step 10, reached step 14 and was interrupted there."""
+    record = [events.StepFinished(t=3.0 + n, attempt=0, step=n, t_begin=2.0 + n, t_end=3.0 + n) for n in range(1, 15)]
+    return [
+        events.RunStarted(t=0.0, run_id="runs/x"),
+        events.AttemptStarted(t=1.0, attempt=0, ranks=2, source="init"),
+        events.Ready(t=2.0, attempt=0, step=0),
+        *record,
+        events.CheckpointCommitted(t=18.0, attempt=0, step=10),
+        events.InterruptionClassified(t=19.0, attempt=0, verdict_id="e1-v1", verdict=VERDICT),
+        events.Decided(t=19.5, attempt=0, action=action, reason="nothing is gained by trying", verdict_id="e1-v1"),
+    ]
+
+
+def tell(folder: Path, told: list[Event]) -> None:
+    state = RunState()
+    packets = Packets(folder, "ftrain run x.toml", lambda: state)
+    for event in told:
+        state = apply(state, event)
+        packets.on_event(event)
+
+
+def test_a_stop_leaves_a_packet_with_costs_and_the_command(tmp_path: Path) -> None:
+    told = story("stop_for_human")
+    tell(tmp_path, told)
+    packet = waiting(told, tmp_path)
+    assert isinstance(packet, Packet)
+    assert packet.command == "ftrain run x.toml"
+    assert packet.tried == ()  # this interruption is no earlier try
+    assert packet.options[-1].costs.startswith("4 steps done again")
+    assert "disk_full in storage, first rank 1" in packet.headline
+
+
+def test_it_is_shown_until_something_is_started_again(tmp_path: Path) -> None:
+    told = story("stop_for_human")
+    tell(tmp_path, told)
+    told += [events.RunStarted(t=30.0, run_id="runs/x"), events.AttemptStarted(t=31.0, attempt=1, ranks=2, source="storage")]
+    assert waiting(told, tmp_path) is None
+
+
+def test_a_restart_leaves_none(tmp_path: Path) -> None:
+    tell(tmp_path, story("restart"))
+    assert not (tmp_path / "packets").exists()
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_supervisor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "packets").write_text("in the way")
+    tell(tmp_path, story("stop_for_human"))
+    assert str(packet_file(tmp_path, "e1-v1")) in caplog.text
