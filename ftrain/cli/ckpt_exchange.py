@@ -167,7 +167,7 @@ def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep
         render.json(facts)
         return
     render.data(f"keep      {', '.join(map(str, report.kept)) or 'nothing: no checkpoint opens'}")
-    render.data(f"delete    {', '.join(map(str, report.deleted_commits)) or 'no checkpoint'}")
+    render.data(f"delete    {', '.join(map(str, sorted(report.deleted_commits))) or 'no checkpoint'}")
     render.data(
         f"sweep     {report.deleted_objects} objects, {format_bytes(report.freed_bytes)} (the rest after {grace:.0f} s)"
     )

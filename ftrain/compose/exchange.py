@@ -1,7 +1,7 @@
 """Checkpoints as other people's files, and back: where storage's formats meet the model's names.
 
-An export is the weights under Hugging Face's names with a `config.json`, or the whole state with the slot in front of each name.
-An import makes a run of its own with one checkpoint, from which `ftrain run --from` begins: what the source does not hold
+An export is the weights under Hugging Face's names with a `config.json`, or the whole state with the slot in front of each
+name. An import makes a run of its own with one checkpoint, from which `ftrain run --from` begins: what the source does not hold
 (masters, moments) is derived by the one rule there is, and the progress record says so.
 """
 

@@ -1,8 +1,8 @@
 """Reads a DCP folder without torch: the child process says what lies where, the values are plain bytes.
 
 Each chunk of a tensor is a zip archive that torch.save wrote: a small pickle (for the child again) and the raw storage, stored
-without compression. The zip's own CRC-32 of the storage is checked, which DCP itself does not do: a flipped bit ends in an error
-here.
+without compression. The zip's own CRC-32 of the storage is checked, which DCP itself does not do: a flipped bit ends in an
+error here.
 """
 
 from __future__ import annotations

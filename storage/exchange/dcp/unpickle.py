@@ -53,8 +53,8 @@ class Standin:
         self.state = state
 
     def __getitem__(self, name: str) -> Any:
-        """A field of a dataclass's state."""
-        return self.state[name]
+        """A field of a dataclass's state; what has its default value may not be in it."""
+        return self.state.get(name)
 
 
 def _names() -> dict[tuple[str, str], Any]:
@@ -64,7 +64,7 @@ def _names() -> dict[tuple[str, str], Any]:
         "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata BytesStorageMetadata MetadataIndex StorageMeta"
     )
     known: dict[tuple[str, str], Any] = {(metadata, name): type(name, (Standin,), {}) for name in classes.split()}
-    known[metadata, "_MEM_FORMAT_ENCODING"] = type("_MEM_FORMAT_ENCODING", (Standin,), {})
+    known |= {(metadata, name): type(name, (Standin,), {}) for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")}
     known |= {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (Standin,), {}),
         ("torch.serialization", "_get_layout"): type("_get_layout", (Standin,), {}),
