@@ -24,7 +24,7 @@ import msgspec
 from recovery import events
 from recovery.coordinator import Coordinator
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
-from recovery.launch import supervise
+from recovery.launch import Budget, supervise
 from recovery.ledger import Ledger, read_all
 from recovery.messages import KeeperMemfds, Payload, ToKeeperFromWorker, ToKeeperProcess
 from recovery.policy import Limits
@@ -289,7 +289,7 @@ def main(role: str, argument: str) -> int:
     if role == "parent":
         folder = Path(argument)
         argv = [sys.executable, "-P", "-m", "toy", "coordinator", argument]
-        return supervise(argv, log=folder / "logs" / "coordinator.log")
+        return supervise(argv, log=folder / "logs" / "coordinator.log", budget=Budget(deaths=10**6))
     return run_coordinator(Path(argument))
 
 
