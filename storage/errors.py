@@ -6,7 +6,8 @@ and its message is a whole sentence: what was given, what was wanted, and what t
 
     StorageError                    anything below; `.key` says what it is about (may be "")
     ├── ObjectMissing               no such object
-    ├── AccessDenied                401/403, expired or wrong credentials, a read-only folder: retrying does not help
+    ├── AccessDenied                401/403, wrong credentials, a read-only folder: retrying does not help
+    │   └── ExpiredCredentials      they were right once: worth one try with fresh ones
     ├── NoSpace                     disk full or quota used up; `.needed_bytes` and `.free_bytes` where they are known
     ├── Unavailable                 network, timeouts, 5xx: worth a retry
     │   └── Throttled               the server asks us to slow down: worth a retry after a longer wait
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigurationError",
     "CoverageError",
     "Damaged",
+    "ExpiredCredentials",
     "Fenced",
     "FormatError",
     "NoCheckpoint",
@@ -56,6 +58,10 @@ class ObjectMissing(StorageError):
 
 class AccessDenied(StorageError):
     """The store answered that these credentials, or this user, may not do this."""
+
+
+class ExpiredCredentials(AccessDenied):
+    """The credentials have run out. Worth one try with those that are to be had now."""
 
 
 class NoSpace(StorageError):

@@ -37,6 +37,7 @@ from storage.objects import (
     check_size,
     short_object,
 )
+from storage.traffic import traffic
 
 __all__ = ["LocalStore"]
 
@@ -85,7 +86,7 @@ class LocalStore(ObjectStore):
         with self._errors(key):
             self._make_folders(path.parent)
             with self._unfinished(path.parent) as (fd, temporary):
-                size = _write_all(fd, blocks, key, path)
+                size = _write_all(fd, traffic.paced(blocks), key, path)
                 self._name(fd, temporary, path)
             _sync_folder(path.parent)
         return size

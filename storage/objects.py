@@ -169,6 +169,17 @@ class ObjectStore(ABC):
         """Start a multipart upload; None where the backend streams in its own way."""
         return None
 
+    def abort_uploads(self, key: str) -> None:  # noqa: B027 (most backends have none)
+        """Throw away every multipart upload of this object. Only its one writer may call it."""
+
+    def refresh_credentials(self) -> None:  # noqa: B027 (most backends have none)
+        """Look for credentials anew with the next request."""
+
+    @property
+    def endpoint(self) -> str:
+        """What answers: promises that have been tried with one store hold for every store of the same endpoint."""
+        return self.url
+
     def sweep_unfinished(self, *, older_than_s: float) -> int:
         """Remove what interrupted writes left unseen (temporary files, open multipart uploads); returns how many.
 

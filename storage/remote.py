@@ -1,4 +1,5 @@
-"""Remote stores: s3:// by `storage.s3`, every other URL by whichever fsspec file system knows it.
+"""Remote stores: s3:// by `storage.s3` or `storage.fast` (see `storage.choice`), other URLs by whichever fsspec file system knows
+them.
 
 The generic store does with fsspec what can be done safely for any of its file systems. fsspec promises little (see
 `Capabilities`): a create is checked by reading it back, and what is durable is the server's affair. A file system that matters
@@ -38,12 +39,17 @@ def open_remote(url: str, options: Mapping[str, object]) -> ObjectStore:
     policy = rest.pop("retry", PATIENT)
     if not isinstance(policy, RetryPolicy):
         raise ConfigurationError(f"{url}: the option `retry` is a storage.retry.RetryPolicy, got {policy!r}")
-    if url.partition("://")[0] in ("s3", "s3a"):
-        from storage.s3 import S3Options, S3Store
+    from storage.choice import choose_s3, cloud_store
 
-        s3 = S3Store(url, S3Options.parse(url, rest))
-        return RetryingStore(s3, policy, shape=s3.options.parts)
-    return RetryingStore(FsspecStore(url, rest), policy)
+    if url.partition("://")[0] in ("s3", "s3a"):
+        from storage.s3 import S3Options
+
+        backend = str(rest.pop("backend", "auto"))
+        s3 = S3Options.parse(url, rest)
+        return RetryingStore(choose_s3(url, s3, backend), policy, shape=s3.parts)
+    cloud = cloud_store(url, rest)
+    rest.pop("backend", None)
+    return RetryingStore(cloud or FsspecStore(url, rest), policy)
 
 
 class FsspecStore(ObjectStore):

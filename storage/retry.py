@@ -4,7 +4,7 @@ The client libraries retry for about two seconds, without jitter: too little for
 writers that come back at the same moment keep it going. So the libraries' own retries are switched off (they also hide whether
 a create was sent twice), and this wrapper retries each request on its own: one range, one part, never a whole pack. Waits are
 drawn uniformly between 0 and a growing limit ("full jitter"). What does not get better by waiting (missing, denied, damaged)
-is raised at once.
+is raised at once. Expired credentials are the exception: fresh ones are fetched once for each request that was refused.
 """
 
 import threading
@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
-from storage.errors import ObjectMissing, Throttled, Unavailable
+from storage.errors import ExpiredCredentials, ObjectMissing, Throttled, Unavailable
 from storage.multipart import PartShape, stream_parts
 from storage.objects import MAX_OBJECT_BYTES, ByteRange, Bytes, BytesList, ObjectInfo, ObjectStore, Upload
 from storage.perprocess import PerProcess
+from storage.traffic import traffic
 from storage.wrapper import WrappingStore
 
 __all__ = ["PATIENT", "QUICK", "Backoff", "RetryPolicy", "RetryStats", "RetryingStore"]
@@ -123,13 +124,16 @@ class RetryingStore(WrappingStore):
         pieces = _pieces(ByteRange(start, start + len(out)), self._piece_bytes)
 
         def fetch(piece: ByteRange) -> None:
-            self._try(lambda: self.inner.get_into(key, piece.start, out[piece.start - start : piece.stop - start]))
+            with traffic.hold(len(piece)):
+                self._try(lambda: self.inner.get_into(key, piece.start, out[piece.start - start : piece.stop - start]))
 
         for _ in self._pool.get().map(fetch, pieces):
             pass
 
     def put(self, key: str, data: Bytes) -> None:
-        self._try(lambda: self.inner.put(key, data))
+        traffic.pace(len(data))
+        with traffic.hold(len(data)):
+            self._try(lambda: self.inner.put(key, data))
 
     def put_stream(self, key: str, blocks: Iterable[Bytes]) -> int:
         """Parts are retried one by one where the store has parts. Else the whole is, if `blocks` can be read again (a list)."""
@@ -142,8 +146,8 @@ class RetryingStore(WrappingStore):
                 pool=self._pool.get(),
             )
         if iter(blocks) is blocks:
-            return self.inner.put_stream(key, blocks)
-        return self._try(lambda: self.inner.put_stream(key, blocks))
+            return self.inner.put_stream(key, traffic.paced(blocks))
+        return self._try(lambda: self.inner.put_stream(key, traffic.paced(blocks)))
 
     def create(self, key: str, data: bytes) -> bool:
         """A try whose answer was lost may have won: then the object is there, and its bytes tell whose it is."""
@@ -193,7 +197,8 @@ class RetryingStore(WrappingStore):
         self.inner.close()
 
     def _piece(self, key: str, piece: ByteRange) -> bytes:
-        return self._try(lambda: self.inner.get_range(key, piece))
+        with traffic.hold(len(piece)):
+            return self._try(lambda: self.inner.get_range(key, piece))
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:
@@ -208,11 +213,21 @@ class RetryingStore(WrappingStore):
 
     def _try(self, call: Callable[[], T]) -> T:
         """The result of `call`, or the last error it raised, which says how long it was tried."""
+        refreshed = False
+
+        def again(error: BaseException) -> bool:
+            nonlocal refreshed
+            if isinstance(error, ExpiredCredentials) and not refreshed:
+                refreshed = True
+                self.inner.refresh_credentials()
+                return True
+            return isinstance(error, Unavailable)
+
         return Retrying(
             sleep=self._wait,
             stop=self._must_stop,
             wait=self._wait_s,
-            retry=retry_if_exception_type(Unavailable),
+            retry=retry_if_exception(again),
             before_sleep=self._count,
             retry_error_callback=_give_up,
         )(call)
@@ -245,7 +260,9 @@ class _RetryingUpload(Upload):
         self._retry = retry
 
     def put_part(self, number: int, data: Bytes) -> None:
-        self._retry(lambda: self._inner.put_part(number, data))
+        traffic.pace(len(data))
+        with traffic.hold(len(data)):
+            self._retry(lambda: self._inner.put_part(number, data))
 
     def complete(self) -> None:
         self._retry(self._inner.complete)

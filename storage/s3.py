@@ -169,13 +169,28 @@ class S3Store(ObjectStore):
     def sweep_unfinished(self, *, older_than_s: float) -> int:
         newest = time.time() - older_than_s
         num_removed = 0
-        for page in self._pages("list_multipart_uploads", ""):
-            for entry in page.get("Uploads", ()):
-                key = entry["Key"][len(self._prefix) :]
-                if entry["Initiated"].timestamp() <= newest:
-                    _S3Upload(self, key, entry["UploadId"]).abort()
-                    num_removed += 1
+        for key, entry in self._open_uploads(""):
+            if entry["Initiated"].timestamp() <= newest:
+                _S3Upload(self, key, entry["UploadId"]).abort()
+                num_removed += 1
         return num_removed
+
+    def abort_uploads(self, key: str) -> None:
+        for found, entry in self._open_uploads(check_key(key)):
+            if found == key:
+                _S3Upload(self, key, entry["UploadId"]).abort()
+
+    def _open_uploads(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for page in self._pages("list_multipart_uploads", prefix):
+            for entry in page.get("Uploads", ()):
+                yield entry["Key"][len(self._prefix) :], entry
+
+    def refresh_credentials(self) -> None:
+        self._connection.take()  # closed when the requests that use it have ended
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.options.endpoint_url or 'AWS'}/{self._bucket}"
 
     def close(self) -> None:
         pool = self._pool.take()

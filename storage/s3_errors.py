@@ -14,6 +14,7 @@ from storage.errors import (
     AccessDenied,
     ConfigurationError,
     Damaged,
+    ExpiredCredentials,
     NoSpace,
     ObjectMissing,
     StorageError,
@@ -21,7 +22,7 @@ from storage.errors import (
     Unavailable,
 )
 
-__all__ = ["Where", "code_of", "translated"]
+__all__ = ["Where", "answered", "code_of", "translated"]
 
 _THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
 _THROTTLED |= {"RequestLimitExceeded", "RequestThrottled", "BandwidthLimitExceeded", "503", "ServiceUnavailable", "Busy"}
@@ -38,10 +39,10 @@ _REGION = {
     "TemporaryRedirect",
     "301",
 }
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _DENIED = {
     "InvalidAccessKeyId": "this server does not know the access key. Check `key` or AWS_ACCESS_KEY_ID, and the endpoint",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key. Check `secret` or AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": "the session token has expired. Get a new one",
     "InvalidToken": "the session token is not valid. Check `token` or AWS_SESSION_TOKEN",
     "RequestTimeTooSkewed": "the clocks of this machine and of the server differ too much. Set this machine's clock",
 }
@@ -69,7 +70,7 @@ def translated(error: Exception, where: Where) -> StorageError | None:
     """The error of our tree; None if `error` is nothing that a server or a network does: then it is a bug, and stays."""
     response = _response(error)
     if response:
-        return _answered(response, where)
+        return answered(response, where)
     return _not_answered(error, where)
 
 
@@ -82,7 +83,8 @@ def _response(error: BaseException) -> Mapping[str, Any]:
     return {}
 
 
-def _answered(response: Mapping[str, Any], where: Where) -> StorageError:
+def answered(response: Mapping[str, Any], where: Where) -> StorageError:
+    """The error of our tree for an answer in botocore's shape: code and message of the error, and the HTTP status."""
     code = str(response.get("Error", {}).get("Code", ""))
     said = response.get("Error", {}).get("Message") or code
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -90,6 +92,8 @@ def _answered(response: Mapping[str, Any], where: Where) -> StorageError:
     if code in _NO_BUCKET:
         message = f"there is no bucket {where.bucket!r} at {where.endpoint}. Create it, or correct run.url or the endpoint"
         return ConfigurationError(message, key)
+    if code in _EXPIRED:
+        return ExpiredCredentials(f"{where.url}: the credentials have expired ({where.endpoint}). Get new ones", key)
     if code in _DENIED:
         return AccessDenied(f"{where.url}: {_DENIED[code]} ({where.endpoint})", key)
     if code in _MISSING:

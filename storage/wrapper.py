@@ -72,6 +72,16 @@ class WrappingStore(ObjectStore):
     def begin_upload(self, key: str) -> Upload | None:
         return self.inner.begin_upload(key)
 
+    def abort_uploads(self, key: str) -> None:
+        self.inner.abort_uploads(key)
+
+    def refresh_credentials(self) -> None:
+        self.inner.refresh_credentials()
+
+    @property
+    def endpoint(self) -> str:
+        return self.inner.endpoint
+
     def sweep_unfinished(self, *, older_than_s: float) -> int:
         return self.inner.sweep_unfinished(older_than_s=older_than_s)
 
@@ -130,6 +140,9 @@ class ChildStore(WrappingStore):
 
     def begin_upload(self, key: str) -> Upload | None:
         return self.inner.begin_upload(self._full(key))
+
+    def abort_uploads(self, key: str) -> None:
+        self.inner.abort_uploads(self._full(key))
 
     def quick(self) -> ObjectStore:
         return ChildStore(self.inner.quick(), self._prefix)

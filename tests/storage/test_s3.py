@@ -23,6 +23,7 @@ pytestmark = pytest.mark.s3
 
 MIB = 2**20
 SMALL_PARTS = PartShape(part_bytes=5 * MIB, in_flight=3)
+S3FS = {"backend": "s3fs"}  # where it matters which client it is; test_fast.py has the other one
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ class TestS3(ObjectStoreContract):
         self.server = s3
 
     def make_store(self, tmp_path: Path) -> ObjectStore:
-        return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", options=self.server.options)
+        return open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", options={**self.server.options, **S3FS})
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_create_race_of_40_rounds(s3: SeaweedServer, tmp_path: Path) -> None:
 
 def test_a_stream_in_parts(s3: SeaweedServer, url: str) -> None:
     data = random.Random(0).randbytes(23 * MIB + 5)
-    store = open_store(url, options={**s3.options, "parts": SMALL_PARTS})
+    store = open_store(url, options={**s3.options, **S3FS, "parts": SMALL_PARTS})
     assert store.put_stream("pack", (data[at : at + MIB] for at in range(0, len(data), MIB))) == len(data)
     assert store.get_range("pack", ByteRange(0, len(data))) == data
     client = s3.client()
@@ -88,7 +89,7 @@ def test_a_stream_that_fails_leaves_no_upload(s3: SeaweedServer, url: str) -> No
             yield bytes(MIB)
         raise ZeroDivisionError
 
-    store = open_store(url, options={**s3.options, "parts": SMALL_PARTS})
+    store = open_store(url, options={**s3.options, **S3FS, "parts": SMALL_PARTS})
     with pytest.raises(ZeroDivisionError):
         store.put_stream("pack", blocks())
     client = s3.client()
@@ -99,8 +100,8 @@ def test_a_stream_that_fails_leaves_no_upload(s3: SeaweedServer, url: str) -> No
 
 
 def test_uploads_of_dead_writers_are_swept(s3: SeaweedServer, url: str) -> None:
-    store = open_store(url, options=s3.options)
-    other = open_store(url + "-other", options=s3.options)
+    store = open_store(url, options={**s3.options, **S3FS})
+    other = open_store(url + "-other", options={**s3.options, **S3FS})
     for each in (store, other):
         upload = each.begin_upload("pack")
         assert upload is not None
@@ -158,7 +159,7 @@ def test_without_credentials_it_says_what_to_set(
 
 
 def test_a_create_whose_answer_is_lost_knows_that_it_won(s3: SeaweedServer, url: str, proxy: FaultProxy) -> None:
-    store = open_store(url, options={**s3.options, "endpoint_url": proxy.endpoint})
+    store = open_store(url, options={**s3.options, **S3FS, "endpoint_url": proxy.endpoint})
     proxy.drop_only = b"if-none-match: *"
     store.put("warm", b"up")
     proxy.drop_answers = 1
@@ -172,7 +173,7 @@ def test_a_create_whose_answer_is_lost_knows_that_it_won(s3: SeaweedServer, url:
 
 
 def test_a_completion_whose_answer_is_lost_is_a_success(s3: SeaweedServer, url: str, proxy: FaultProxy) -> None:
-    store = open_store(url, options={**s3.options, "endpoint_url": proxy.endpoint, "parts": SMALL_PARTS})
+    store = open_store(url, options={**s3.options, "endpoint_url": proxy.endpoint, **S3FS, "parts": SMALL_PARTS})
     proxy.drop_only = b"<CompleteMultipartUpload"
     proxy.drop_answers = 1
     data = random.Random(0).randbytes(12 * MIB)
@@ -183,7 +184,7 @@ def test_a_completion_whose_answer_is_lost_is_a_success(s3: SeaweedServer, url: 
 
 
 def test_a_body_that_breaks_off_is_read_again(s3: SeaweedServer, url: str, proxy: FaultProxy) -> None:
-    store = open_store(url, options={**s3.options, "endpoint_url": proxy.endpoint})
+    store = open_store(url, options={**s3.options, **S3FS, "endpoint_url": proxy.endpoint})
     data = random.Random(0).randbytes(3 * MIB)
     store.put("pack", data)
     proxy.cut_after = 2 * MIB
@@ -200,7 +201,7 @@ def test_a_server_that_restarts_in_the_middle_of_a_stream(tmp_path: Path, url: s
     server = SeaweedServer(tmp_path)
     server.start()
     try:
-        store = open_store(url, options={**server.options, "parts": SMALL_PARTS})
+        store = open_store(url, options={**server.options, **S3FS, "parts": SMALL_PARTS})
         data = random.Random(0).randbytes(40 * MIB)
 
         def blocks() -> Iterator[bytes]:
