@@ -60,6 +60,7 @@ class Desk:
         self._node = node
         self._stop_s = stop_s
         self._told: set[tuple[str, int, int]] = set()
+        self._asked_by: dict[int, float] = {}
 
     def links(self) -> Links:
         """What the delegate may do."""
@@ -79,9 +80,13 @@ class Desk:
     # what people and schedulers ask for
 
     def on_signal(self, number: int) -> None:
-        """SIGINT or SIGTERM; a second one, not of the same volley, means at once."""
-        if self.stop_asked is not None and time.monotonic() - self.stop_asked > IMPATIENT_S:
-            self.hurry = True
+        """A stop; asked again, not in the same volley, it means at once. A scheduler's warning and its SIGTERM are not "again":
+        the time in between is for the save that the warning asked for."""
+        now = time.monotonic()
+        before = self._asked_by.setdefault(number, now)
+        if number == signal.SIGINT and self.stop_asked is not None:
+            before = min(before, self.stop_asked)
+        self.hurry = self.hurry or now - before > IMPATIENT_S
         self.request_stop(signal.Signals(number).name)
 
     def request_stop(self, by: str) -> None:

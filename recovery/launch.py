@@ -25,7 +25,7 @@ from recovery.codes import ExitCode
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: how a scheduler warns of the time limit
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

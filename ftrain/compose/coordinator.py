@@ -6,13 +6,16 @@ Reads everything from the run's local folder, so that it can be started again at
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 
 from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
+from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.exporter import Exporter
 from ftrain.compose.launch import keeper_argv
 from ftrain.compose.ledgers import StoreSink
@@ -21,7 +24,9 @@ from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
+from recovery.events import Event
 from recovery.ledger import Ledger, read_all
+from recovery.notice import Lookout, sources
 from recovery.policy import Limits
 from recovery.spec import CoordinatorSpec
 from recovery.state import RunState, fold
@@ -56,14 +61,18 @@ def main(argv: list[str]) -> int:
 def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) -> Coordinator:
     """Everything a run is made of, put together."""
     faults = Faults(config.faults, folder / "faults")
+    recovery = config.recovery
+    lookout = Lookout(sources(os.environ, recovery.notice), poll_s=recovery.notice_poll_s, clock=time.time)
+    scheduler = f"Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    endwatch = EndWatch(lookout, margin_s=recovery.end_margin_s, scheduler=scheduler)
     delegate = RunDelegate(
         launch,
         config,
         RunStore(CommitPoints(store, faults) if config.faults else store),
         folder=folder,
         policies=policies(config),
+        endwatch=endwatch,
     )
-    recovery = config.recovery
     spec = CoordinatorSpec(
         local_dir=folder,
         zygote_preload=WORKER_MODULE,
@@ -82,8 +91,12 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         state = fold(read_all(folder / "ledger", sink))
         return Ledger(folder / "ledger", sink, epoch), state
 
+    def on_event(event: Event) -> None:
+        packets.on_event(event)
+        endwatch.on_event(event)
+
     packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
-    coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=packets.on_event)
+    coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 
 

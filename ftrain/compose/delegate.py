@@ -33,6 +33,7 @@ from ftrain.checkpoint.messages import (
 )
 from ftrain.compose.args import Launch, Memo, WorkerArgs
 from ftrain.compose.committer import Committer, Job
+from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
 from ftrain.config import Config
 from recovery import events
@@ -49,11 +50,18 @@ class RunDelegate(Delegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
     def __init__(
-        self, launch: Launch, config: Config, run: RunStore, *, folder: Path, policies: Sequence[RetentionPolicy]
+        self,
+        launch: Launch,
+        config: Config,
+        run: RunStore,
+        *,
+        folder: Path,
+        policies: Sequence[RetentionPolicy],
+        endwatch: EndWatch,
     ) -> None:
         self._launch, self._config, self._run = launch, config, run
         self._url, self._local = config.run.url, str(folder)
-        self._policies = policies
+        self._policies, self._endwatch = policies, endwatch
         self._metrics = MetricsFile(self._local)
         self._links: Links | None = None
         self._committer: Committer | None = None
@@ -290,8 +298,8 @@ class RunDelegate(Delegate):
         self._final = None
 
     def tick(self, now: float) -> Sequence[Event]:
-        """Hand over what the committer has done."""
-        found: list[Event] = []
+        """Hand over what the committer has done; leave in time if the machine is taken away."""
+        found = list(self._endwatch.tick(now, self.links.request_stop))
         for outcome in self._committer.results() if self._committer else []:
             if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
@@ -353,6 +361,7 @@ class RunDelegate(Delegate):
         """Finish what is queued for storage."""
         if self._committer is not None:
             self._committer.close()
+        self._endwatch.close()
         self._metrics.close()
 
 

@@ -1,0 +1,64 @@
+"""Whole runs that the supervisor stops on purpose: what the person, the scheduler and the ledger are told."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from recovery.codes import ExitCode
+from recovery.events import InterruptionClassified, SignalSent, StopRequested
+from tests.chaos.test_kills import fault
+from tests.commands import ftrain, ftrain_json
+from tests.runs import TinyRun, finish, no_process_left
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+
+def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault("step", 4, kind="raise"))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == ExitCode.GIVEN_UP, output
+    packet = ftrain_json("report", run.url)["packet"]
+    assert "software_error in software, first rank 1" in packet["headline"]
+    assert packet["command"] == f"ftrain run {run.config}"
+    text = ftrain("report", run.url).stdout
+    assert f"go on     ftrain run {run.config}" in text
+    assert "ftrain_interruptions_total" in (run.local / "metrics.prom").read_text()
+
+
+def test_a_spot_notice_is_followed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+    notice = tmp_path / "notice"
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    options = ("--set", f'recovery.notice="{notice}"', "--set", "recovery.notice_poll_s=0.1")
+    parent = run.start(*options)
+    run.wait_for_step(4)
+    notice.write_text('{"action": "terminate", "time": "2017-09-18T08:22:00Z"}')
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == ExitCode.STOPPED, output
+    (cause,) = ftrain_json("report", run.url)["causes"]
+    assert (cause["class"], cause["planned"]) == ("preemption", True)
+    notice.unlink()
+    code, output = run.run(*options)
+    assert code == ExitCode.DONE, output
+    assert stored_digests(run.url) == (run.steps, unbroken)
+
+
+def test_the_warning_of_a_scheduler_saves_and_its_sigterm_does_not_hurry(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, env={"SLURM_JOB_ID": "7", "PATH": str(tmp_path)})
+    parent = run.start()
+    run.wait_for_step(4)
+    parent.send_signal(signal.SIGUSR1)
+    run.wait_for(lambda told: any(isinstance(event, StopRequested) for event in told))
+    parent.send_signal(signal.SIGTERM)
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == ExitCode.STOPPED, output
+    told = run.events()
+    assert [event.by for event in told if isinstance(event, StopRequested)] == ["SIGUSR1"]
+    assert not any(isinstance(event, SignalSent) for event in told)
+    assert [event.verdict.class_ for event in told if isinstance(event, InterruptionClassified)] == ["preemption"]
