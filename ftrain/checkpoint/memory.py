@@ -109,10 +109,20 @@ class ArenaStore(ObjectStore):
 
 
 def pack_manifest(slot: ArenaSlot, pack: str, digests: Mapping[str, int]) -> PackManifest:
-    """What one slot contributes to a manifest."""
+    """What one slot contributes to a manifest.
+
+    It describes the arrays it has parts of; rank 0 describes all of them, so that an array that nobody writes is missed. If
+    every rank did, 5,120 writers would send 3 GB of descriptions.
+    """
     table = slot.table()
+    held = {part.array for part in table.parts}
+    first = slot.header().rank == 0
+    arrays = [spec for spec in table.specs if first or spec.name in held]
     return PackManifest(
-        pack=PackInfo(name=pack, nbytes=table.nbytes), arrays=table.specs, parts=table.parts, digests=dict(digests)
+        pack=PackInfo(name=pack, nbytes=table.nbytes),
+        arrays=arrays,
+        parts=table.parts,
+        digests={name: value for name, value in digests.items() if name in held},
     )
 
 
