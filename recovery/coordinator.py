@@ -282,12 +282,12 @@ class Coordinator:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""
         limit_s = self.spec.stop_s if self.desk.control.stop else self.spec.drain_s
         self._until(lambda: self.delegate.drained() or self.desk.hurry, limit_s)
-        drained, finished = self.delegate.drained(), self.delegate.finished()
-        if drained and not finished and not self.desk.control.stop:
+        drained, finished, lost = self.delegate.drained(), self.delegate.finished(), self.delegate.lost()
+        if drained and not finished and not lost and not self.desk.control.stop:
             return Trouble()
         self._end_attempt()
-        if not drained:
-            reason = f"the last state is not in storage after {limit_s:g} s of waiting"
+        if lost or not drained:
+            reason = lost or f"the last state is not in storage after {limit_s:g} s of waiting"
             return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)
         return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
 

@@ -130,6 +130,10 @@ class Delegate(ABC):
         """Whether nothing is on its way to storage any more; the agent is shut down only then."""
         return True
 
+    def lost(self) -> str:
+        """Why the last state will never reach storage; empty if it has, or may yet. Asked when all workers have left with 0."""
+        return ""
+
     def status(self) -> dict[str, Any]:
         """For `ftrain status`: plain JSON values."""
         return {}

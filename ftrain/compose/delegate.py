@@ -76,6 +76,7 @@ class RunDelegate(Delegate):
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
         self._final: Final | None = None
+        self._lost: dict[int, str] = {}  # steps of this attempt whose save failed, and why
         self._last_step: StepDone | None = None
 
     @property
@@ -282,6 +283,7 @@ class RunDelegate(Delegate):
         self._settle(Settled(attempt=failed.attempt, step=failed.step))
         self._after_failure()
         reason = f"rank {failed.rank}: {failed.reason}"
+        self._lost[failed.step] = reason
         return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
 
     def _after_failure(self) -> None:
@@ -296,6 +298,7 @@ class RunDelegate(Delegate):
         """Snapshots that some rank did not live to take will never be whole."""
         self._taken = defaultdict(set, {group: ranks for group, ranks in self._taken.items() if group[0] >= attempt})
         self._final = None
+        self._lost.clear()
 
     def tick(self, now: float) -> Sequence[Event]:
         """Hand over what the committer has done; leave in time if the machine is taken away."""
@@ -304,6 +307,9 @@ class RunDelegate(Delegate):
             if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
             else:
+                self._lost |= {
+                    event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)
+                }
                 self._after_failure()
             self._settle(outcome.settled)
             found += outcome.events
@@ -338,7 +344,19 @@ class RunDelegate(Delegate):
         """Whether the final state is committed, or nothing is on its way any more."""
         if self._committer is None or not self._committer.idle:
             return False
-        return self._final is None or (self._committed is not None and self._committed >= self._final.step)
+        return self._final is None or self._final_is_stored() or bool(self.lost())
+
+    def _final_is_stored(self) -> bool:
+        return self._final is not None and self._committed is not None and self._committed >= self._final.step
+
+    def lost(self) -> str:
+        """Why the final state is not in storage and will not be: its save failed, and nobody is left to try again."""
+        if self._final is None or self._final_is_stored() or self._final.step not in self._lost:
+            return ""
+        reason = self._lost[self._final.step]
+        return (
+            f"the state of step {self._final.step} could not be stored ({reason}); the same command goes on from the newest one"
+        )
 
     def status(self) -> dict[str, Any]:
         """For `ftrain status`."""

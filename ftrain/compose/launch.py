@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from storage.run import RunStore
 
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose import resume
@@ -23,7 +22,11 @@ from ftrain.load import fingerprint, require_available
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.owner import claim
+from storage.errors import ConfigurationError
 from storage.objects import check_store, open_store
+from storage.run import RunStore
+
+STDLIB = "stdlib"  # the source that every machine has
 
 
 def prepare(
@@ -40,6 +43,7 @@ def prepare(
     """
     require_available(config)
     config = with_absolute_url(config)
+    check_data(config)
     check_memory(config)
     store = open_store(config.run.url)
     try:
@@ -52,7 +56,7 @@ def prepare(
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     folder = local_dir(config)
-    claim(folder, take_over=take_over).release()  # a live run reads what is written below whenever its coordinator starts again
+    _check_local(folder, take_over=take_over)
     launch = Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
@@ -72,6 +76,29 @@ def prepare(
     )
     _write(folder / "keeper.json", keeper)
     return folder
+
+
+def _check_local(folder: Path, *, take_over: bool) -> None:
+    """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts."""
+    try:
+        claim(folder, take_over=take_over).release()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"
+        ) from error
+
+
+def check_data(config: Config) -> None:
+    """A corpus that is not there would end every worker one by one: say so first (RefusedError)."""
+    missing = [
+        source.path + ending
+        for source in config.data.sources
+        if source.path != STDLIB
+        for ending in (".idx", ".bin")
+        if not Path(source.path + ending).is_file()
+    ]
+    if missing:
+        raise RefusedError([f"data.sources: {path} is not there; `ftrain data prepare` makes it" for path in missing])
 
 
 def coordinator_argv(folder: Path) -> list[str]:
