@@ -71,7 +71,8 @@ def training_schedule(config: Config, num_microbatches: int) -> Schedule:
     """The schedule of a replica that computes so many micro-batches; none of them is legal too, and has nothing to do."""
     name = config.parallel.schedule.replace("_", "-")
     chunks = num_chunks(config)
-    whole = build(name, num_ranks=config.parallel.pp, num_microbatches=max(1, num_microbatches), num_chunks=chunks)
+    some = num_microbatches or config.parallel.pp
+    whole = build(name, num_ranks=config.parallel.pp, num_microbatches=some, num_chunks=chunks)
     if num_microbatches:
         return whole
     return replace(whole, num_microbatches=0, actions=tuple(() for _ in whole.actions))
