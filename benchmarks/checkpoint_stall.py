@@ -146,8 +146,8 @@ class Stall:
                 raise RuntimeError(f"the keeper could not store rank {message.rank}: {message.reason}")
             packs[message.rank] = message
         for rank, expected in enumerate(live):
-            found = {name: f"{value:016x}" for name, value in packs[rank].manifest.digests.items()}
-            wrong = sorted(name for name in expected if expected[name] != found.get(name))
+            found = {name: f"{value:016x}" for name, value in packs[rank].manifest.digests.items() if value}
+            wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
             if wrong:
                 raise RuntimeError(f"rank {rank} stored other values than the live ones: {wrong[:5]}")
         for old in self._last:
