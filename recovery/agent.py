@@ -100,7 +100,7 @@ class Agent:
         self._contact = time.monotonic()
         self._early: dict[int, int] = {}  # statuses of children whose pid nobody has told us yet
         self._clues = Clues(loop, self.folder)
-        self._zygote = self._helper("zygote", FromZygote, self._from_zygote, self._zygote_died, lambda: None)
+        self._zygote = self._helper("zygote", FromZygote, self._from_zygote, self._zygote_died, self._zygote_started)
         self._keeper = self._helper("keeper", FromKeeperProcess, self._from_keeper, lambda: None, self._equip_keeper)
 
     def _helper(self, kind: ProcessKind, messages: Any, on_frame: Any, on_death: Any, on_start: Any) -> Helper:
@@ -185,6 +185,10 @@ class Agent:
                 log.warning("killing left-over process %d", pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+    def _zygote_started(self) -> None:
+        if self.crew is not None:
+            self.crew.zygote_started()
 
     def _zygote_died(self) -> None:
         if self.crew is not None:

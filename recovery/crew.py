@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from recovery import paths
 from recovery.evidence import OomWatch
 from recovery.heartbeat import RECORD_SIZE, Beat, HeartbeatReader
@@ -45,6 +47,7 @@ from recovery.wire import Frame, channel, close_all, socket_pair
 
 HELLO_LIMIT_S = 60.0
 FORK_LIMIT_S = 2.0
+LAST_HELLO_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class Worker:
     index: int
     port: Port | None = None
     pid: int = 0
+    asked: bool = False
+    """Whether the zygote has been asked to fork it."""
     hello: bool = False
     ended: bool = False
     status: int | None = None
@@ -97,6 +102,7 @@ class Crew:
         self.order: list[int] = []
         """Ranks in the order of their deaths."""
         self.oom = OomWatch()
+        self._unasked: list[tuple[Worker, Fork, tuple[int, ...]]] = []
         self._stopped: tuple[int, str] | None = None  # the last signal to all, also for those who are not there yet
         self.began = time.monotonic()
         paths.log_dir(around.local_dir, start.attempt).mkdir(parents=True, exist_ok=True)
@@ -149,11 +155,20 @@ class Crew:
             batch=len(self.workers),
         )
         worker.port = Port(around.loop, channel(ours, FromWorkerProcess), lambda it: self._frame(worker, it), lambda: None)
-        asked = around.to_zygote(request, tuple(fds.values()))
+        worker.asked = around.to_zygote(request, tuple(fds.values()))
+        if not worker.asked:  # it has just died: its successor will be asked
+            self._unasked.append((worker, request, tuple(os.dup(fd) for fd in fds.values())))
         theirs.close()
         close_all([out])
-        if not asked:
-            self.never_started(worker.spec.rank, "there is no zygote to fork it")
+
+    def zygote_started(self) -> None:
+        """Ask the new zygote for whom the old one could not be asked any more."""
+        unasked, self._unasked = self._unasked, []
+        for worker, request, fds in unasked:
+            worker.asked = self._around.to_zygote(replace(request, batch=len(unasked)), fds)
+            close_all(fds)
+            if not worker.asked:
+                self.never_started(worker.spec.rank, "there is no zygote to fork it")
 
     def _path(self, path: Callable[[Path, int, int], Path], worker: Worker) -> Path:
         return path(self._around.local_dir, self.attempt, worker.spec.rank)
@@ -172,10 +187,15 @@ class Crew:
         self.never_started(answer.rank, answer.reason)
 
     def zygote_died(self, reason: str) -> None:
-        """Whatever it had not answered yet will not be: the attempt must fail rather than wait."""
-        for worker in self.workers.values():
-            if worker.pid == 0 and not worker.ended:
-                self.never_started(worker.spec.rank, reason)
+        """What it had not answered will not be answered: whoever does not say hello by itself now was never forked."""
+        silent = [it for it in self.workers.values() if it.asked and it.pid == 0 and not it.ended]
+
+        def give_up() -> None:
+            for worker in silent:
+                if worker.pid == 0 and not worker.ended:
+                    self.never_started(worker.spec.rank, reason)
+
+        self._around.loop.after(LAST_HELLO_S, give_up)
 
     def never_started(self, rank: int, reason: str) -> None:
         """Account for a worker that does not exist."""
@@ -191,7 +211,9 @@ class Crew:
         match frame.message:
             case WorkerHello(pid=pid):
                 worker.hello = True
-                worker.pid = pid
+                told, worker.pid = worker.pid != 0, pid
+                if self._stopped is not None and not told:
+                    self._signal(worker, *self._stopped)
                 self._around.report(Spawned(attempt=self.attempt, rank=rank, pid=pid))
             case Payload(payload=payload):
                 self._around.report(FromWorker(rank=rank, attempt=self.attempt, payload=payload))
@@ -239,7 +261,14 @@ class Crew:
         """End every worker by a signal: those alive now, and those the zygote has yet to fork."""
         self._stopped = (number, reason)
         self.signal(number, reason)
+        self._forget_unasked(reason)
         self._around.loop.after(FORK_LIMIT_S, self._check_forked)
+
+    def _forget_unasked(self, reason: str) -> None:
+        unasked, self._unasked = self._unasked, []
+        for worker, _, fds in unasked:
+            close_all(fds)
+            self.never_started(worker.spec.rank, reason)
 
     def _check_forked(self) -> None:
         """A zygote that still has not forked what is to be ended (a hanging import?) is ended itself."""
@@ -271,6 +300,7 @@ class Crew:
 
     def close(self) -> None:
         """Give everything back; no worker may be left."""
+        self._forget_unasked("closed")
         for worker in self.workers.values():
             if worker.port is not None:
                 worker.port.close()

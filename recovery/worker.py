@@ -126,6 +126,8 @@ def run_worker(fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int
     try:
         resolve(fork.entry)(context)
         status = 0
+    except AgentGoneError as gone:  # no fault of this worker: a traceback would be read as one
+        sys.stderr.write(f"{gone}: leaving\n")
     except SystemExit as leaving:
         status = _status(leaving)
     except BaseException as error:

@@ -302,6 +302,24 @@ def test_a_dead_zygote_does_not_disturb_the_workers(tmp_path):
         agent.start(attempt=1)  # by the new zygote
 
 
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_an_attempt_does_not_fail_because_the_zygote_has_just_died(tmp_path, delay):
+    with driven_agent(tmp_path) as agent:
+        agent.accept()
+        zygote = agent.expect(Started).pid
+        agent.start()
+        agent.send(StopWorkers(reason="the test", grace_s=0.0))
+        agent.wait_exit()
+        os.kill(zygote, signal.SIGKILL)
+        if delay == 1:
+            wait_until(lambda: gone(zygote), "its end")
+        elif delay == 2:
+            agent.wait_for(Exited, lambda it: it.kind == "zygote")
+        elif delay == 3:
+            agent.wait_for(Started, lambda it: it.kind == "zygote")
+        agent.start(ranks=2, attempt=1)  # by its successor
+
+
 def test_descendants_of_a_worker_go_with_it(tmp_path):
     with driven_agent(tmp_path) as agent:
         agent.accept()
