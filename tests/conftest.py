@@ -48,6 +48,11 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def remount_read_only(folder: Path) -> None:
+    """Make a small disk read-only: root may write to any folder, but to no read-only file system."""
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn the skip of a test into a failure where nothing may be skipped."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,7 @@ class TinyRun:
     micro_batch: int = 2
     extra: str = ""
     env: dict[str, str] = field(default_factory=dict)
+    parent: subprocess.Popen[str] | None = field(default=None, init=False, repr=False)  # of the newest start
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,13 +100,15 @@ class TinyRun:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """`ftrain run`, in the background."""
-        return subprocess.Popen(
+        self.parent = subprocess.Popen(
             [*FTRAIN, "run", str(self.config), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, **self.env},
         )
+        STARTED.append(self)
+        return self.parent
 
     def run(self, *options: str, timeout_s: float = 180) -> tuple[int, str]:
         """`ftrain run` to its end: exit code and output."""
@@ -120,9 +123,12 @@ class TinyRun:
         tail, seen = LedgerTail(self.local / "ledger", from_start=True), list[Event]()
         deadline = time.monotonic() + timeout_s
         while not condition(seen):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s; the last events: {seen[-5:]}"
+            over = self.parent is not None and self.parent.poll() is not None
             time.sleep(0.02)
             seen += tail.new()
+            if over and not condition(seen):
+                raise AssertionError(f"the run ended before: {finish(self.parent)}")
+            assert time.monotonic() < deadline, f"not within {timeout_s} s; the last events: {seen[-5:]}"
 
     def wait_for_step(self, step: int) -> None:
         """Until a step is finished."""
@@ -151,6 +157,7 @@ class TinyRun:
         return {worker["pid"] for worker in workers.values()}
 
 
+STARTED: list[TinyRun] = []  # by the test that runs now
 FTRAIN = [sys.executable, "-P", "-m", "ftrain.cli.entry"]
 MARKS = {
     "coordinator": "ftrain.compose.coordinator",
@@ -188,6 +195,18 @@ def kill_tree(run: TinyRun, parent: subprocess.Popen[str]) -> None:
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     parent.communicate()
+
+
+def end_all() -> None:
+    """After a test, also one that failed: a run that lives on would slow down, and confuse, those that follow."""
+    for run in STARTED:
+        for process in (p for group in run.processes().values() for p in group):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if run.parent is not None and run.parent.poll() is None:
+            run.parent.kill()
+            run.parent.communicate()
+    STARTED.clear()
 
 
 @contextmanager

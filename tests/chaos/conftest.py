@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ftrain.compose.proof import stored_digests
 from ftrain.data.prepare import prepare
 from ftrain.data.tokenizer import load_tokenizer
-from tests.runs import TinyRun
+from tests.runs import TinyRun, end_all
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +40,9 @@ def unbroken(unbroken_run: TinyRun) -> dict[str, str]:
     step, digests = stored_digests(unbroken_run.url)
     assert step == unbroken_run.steps
     return digests
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lives_on() -> Iterator[None]:
+    yield
+    end_all()

@@ -50,9 +50,9 @@ def test_status_save_stop_and_a_second_run(corpus: str, tmp_path: Path) -> None:
     assert str(status["step"])[0] in ftrain("status", run.url).stdout
 
     launched = (run.local / "launch.json").read_bytes()
-    code, output = run.run("--set", "optimizer.lr=0.5")
-    assert code == 6, output
-    assert str(run.processes()["coordinator"][0].pid) in output
+    second = ftrain("run", str(run.config), "--set", "optimizer.lr=0.5")
+    assert second.returncode == 6
+    assert str(run.processes()["coordinator"][0].pid) in second.stderr
     assert (run.local / "launch.json").read_bytes() == launched  # a coordinator of the live run may read it at any time
 
     assert committed(run.events()) == []
