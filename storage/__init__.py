@@ -1,39 +1,54 @@
 """Layout-free checkpoints: few large packs, one index, a Zarr v3 view of it.
 
-The public surface. Importing it costs NumPy and msgspec; zarr, fsspec and s3fs are imported when something that needs them is
-called.
+The public surface. Importing it costs nothing: a name is looked up in its module when it is first used, because the supervisor
+of a run needs little of this and a command line must answer at once. zarr, fsspec and s3fs are imported when something that
+needs them is called. (A function that has its module's name is imported from there: `from storage.diff import diff`.)
 """
 
-from storage.box import Box, tiling_problems
-from storage.catalog import CheckpointInfo, CheckpointState
-from storage.checkpoint import Checkpoint
-from storage.collect import CollectReport
-from storage.commit import CommitRecord, CommitRef
-from storage.diff import ArrayDiff, diff
-from storage.errors import (
-    AccessDenied,
-    ConfigurationError,
-    CoverageError,
-    Damaged,
-    Fenced,
-    FormatError,
-    NoCheckpoint,
-    NoSpace,
-    ObjectMissing,
-    StorageError,
-    Throttled,
-    Unavailable,
-)
-from storage.grid import DTYPES, is_small, tile_shape
-from storage.manifest import Manifest, PackInfo, PackManifest
-from storage.merge import merge
-from storage.objects import ByteRange, Capabilities, ObjectInfo, ObjectStore, check_store, open_store
-from storage.pack import ArraySpec, PackLayout, Part, plan_pack, seal, write_part
-from storage.reader import LoadReport, Want
-from storage.retention import CheckpointFacts, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung, RetentionPolicy, kept_steps
-from storage.run import RunStore
-from storage.verify import Problem, VerifyReport
-from storage.zarr_view import open_zarr, register_bfloat16
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from storage.box import Box, tiling_problems
+    from storage.catalog import CheckpointInfo, CheckpointState
+    from storage.checkpoint import Checkpoint
+    from storage.collect import CollectReport
+    from storage.commit import CommitRecord, CommitRef
+    from storage.diff import ArrayDiff
+    from storage.errors import (
+        AccessDenied,
+        ConfigurationError,
+        CoverageError,
+        Damaged,
+        ExpiredCredentials,
+        Fenced,
+        FormatError,
+        NoCheckpoint,
+        NoSpace,
+        ObjectMissing,
+        StorageError,
+        Throttled,
+        Unavailable,
+    )
+    from storage.grid import DTYPES, is_small, tile_shape
+    from storage.heal import HealReport
+    from storage.manifest import Manifest, PackInfo, PackManifest
+    from storage.objects import ByteRange, Capabilities, ObjectInfo, ObjectStore, check_store, open_store
+    from storage.pack import ArraySpec, PackLayout, Part, plan_pack, seal, write_part
+    from storage.reader import LoadReport, Want
+    from storage.retention import (
+        CheckpointFacts,
+        KeepBest,
+        KeepEvery,
+        KeepLast,
+        KeepPinned,
+        KeepYoung,
+        RetentionPolicy,
+        kept_steps,
+    )
+    from storage.run import RunStore
+    from storage.verify import Problem, VerifyReport
+    from storage.zarr_view import open_zarr, register_bfloat16
 
 __all__ = [
     "DTYPES",
@@ -53,8 +68,10 @@ __all__ = [
     "ConfigurationError",
     "CoverageError",
     "Damaged",
+    "ExpiredCredentials",
     "Fenced",
     "FormatError",
+    "HealReport",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -80,10 +97,8 @@ __all__ = [
     "VerifyReport",
     "Want",
     "check_store",
-    "diff",
     "is_small",
     "kept_steps",
-    "merge",
     "open_store",
     "open_zarr",
     "plan_pack",
@@ -93,3 +108,98 @@ __all__ = [
     "tiling_problems",
     "write_part",
 ]
+
+_NAMES = {
+    "storage.box": (
+        "Box",
+        "tiling_problems",
+    ),
+    "storage.catalog": (
+        "CheckpointInfo",
+        "CheckpointState",
+    ),
+    "storage.checkpoint": ("Checkpoint",),
+    "storage.collect": ("CollectReport",),
+    "storage.commit": (
+        "CommitRecord",
+        "CommitRef",
+    ),
+    "storage.diff": ("ArrayDiff",),
+    "storage.errors": (
+        "AccessDenied",
+        "ConfigurationError",
+        "CoverageError",
+        "Damaged",
+        "ExpiredCredentials",
+        "Fenced",
+        "FormatError",
+        "NoCheckpoint",
+        "NoSpace",
+        "ObjectMissing",
+        "StorageError",
+        "Throttled",
+        "Unavailable",
+    ),
+    "storage.grid": (
+        "DTYPES",
+        "is_small",
+        "tile_shape",
+    ),
+    "storage.heal": ("HealReport",),
+    "storage.manifest": (
+        "Manifest",
+        "PackInfo",
+        "PackManifest",
+    ),
+    "storage.objects": (
+        "ByteRange",
+        "Capabilities",
+        "ObjectInfo",
+        "ObjectStore",
+        "check_store",
+        "open_store",
+    ),
+    "storage.pack": (
+        "ArraySpec",
+        "PackLayout",
+        "Part",
+        "plan_pack",
+        "seal",
+        "write_part",
+    ),
+    "storage.reader": (
+        "LoadReport",
+        "Want",
+    ),
+    "storage.retention": (
+        "CheckpointFacts",
+        "KeepBest",
+        "KeepEvery",
+        "KeepLast",
+        "KeepPinned",
+        "KeepYoung",
+        "RetentionPolicy",
+        "kept_steps",
+    ),
+    "storage.run": ("RunStore",),
+    "storage.verify": (
+        "Problem",
+        "VerifyReport",
+    ),
+    "storage.zarr_view": (
+        "open_zarr",
+        "register_bfloat16",
+    ),
+}
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, getattr(import_module(_MODULES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,7 +1,7 @@
 """Which client library speaks to a remote store, and how our options are said in its words.
 
-The rule: obstore for s3://, gs:// and az:// if it is installed (extra `fast`) and can do what the options ask for; else s3fs for
-s3://, and whichever fsspec file system knows the URL for everything else. `backend="obstore"` or `"s3fs"` decides it: what
+The rule: obstore for s3://, gs:// and az:// if it is installed (extra `fast`) and can do what the options ask for; else s3fs
+for s3://, and whichever fsspec file system knows the URL for everything else. `backend="obstore"` or `"s3fs"` decides it: what
 cannot be had is then an error. Credentials are found by botocore in both cases, so that a profile, a role, an SSO session or a
 container's endpoint works the same; options that only botocore understands go to s3fs.
 """
@@ -154,7 +154,7 @@ def _retries(patient: bool) -> dict[str, Any]:
 
 
 def cloud_store(url: str, given: Mapping[str, object]) -> ObjectStore | None:
-    """The store at a gs:// or az:// URL, or None if obstore cannot or shall not be used. Options are obstore's own config keys."""
+    """The store at a gs:// or az:// URL; None if obstore cannot or shall not be used. Options are obstore's config keys."""
     scheme, _, rest = url.partition("://")
     options = dict(given)
     backend = options.pop("backend", "auto")

@@ -11,6 +11,7 @@ their epoch starts from, and whoever would commit under doubt is refused.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,12 +22,16 @@ from msgspec import Meta, Struct
 from storage.errors import FormatError, ObjectMissing, StorageError
 from storage.keys import EPOCHS, epoch_key, parse_epoch_key
 from storage.objects import ObjectStore
+from storage.probe import creates_atomically
 from storage.record import MAX_RECORD_BYTES, decode_record, encode_record
 
 __all__ = ["EpochRecord", "Epochs", "create_record", "read_epochs", "take_epoch"]
 
 MAX_EPOCH = 10**9 - 1
 MAX_TRIES = 1000
+
+SETTLE_S = 2.0
+"""Where create-if-absent is not atomic: how long after a create the record is read back."""
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
 
@@ -123,10 +128,15 @@ class _Nonce(Struct, frozen=True, kw_only=True):
 def create_record(store: ObjectStore, key: str, record: Struct, nonce: str) -> bool:
     """Create-if-absent of a record that carries a nonce; True if this caller's record is the one that stands there.
 
-    A create whose answer was lost and that was tried again finds its own object: the nonce tells.
+    A create whose answer was lost and that was tried again finds its own object: the nonce tells. So it does where create has
+    more than one winner: there it is read back after a while, when a racer's write would show.
     """
-    if store.create(key, encode_record(record)):
+    atomic = creates_atomically(store)
+    won = (atomic or not store.exists(key)) and store.create(key, encode_record(record))
+    if won and atomic:
         return True
+    if won:
+        time.sleep(SETTLE_S)
     try:
         return decode_record(store.get(key, max_bytes=MAX_RECORD_BYTES), _Nonce, key=key).nonce == nonce
     except FormatError:

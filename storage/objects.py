@@ -261,24 +261,32 @@ def open_store(url: str, *, options: Mapping[str, object] | None = None) -> Obje
     return LocalStore(os.path.abspath(os.path.expanduser(rest)))
 
 
-def check_store(store: ObjectStore) -> None:
-    """Write, read, create and delete a small probe object, so that a store that cannot work says so before the first step."""
+def check_store(store: ObjectStore) -> bool:
+    """Write, read, create and delete small probe objects, so that a store that cannot work says so before the first step.
+
+    Returns whether its create-if-absent has one winner; where it has not, commits and epochs are read back (see
+    `storage.probe`), and a person should know.
+    """
+    from storage.probe import probe_create
+
     probe = store.quick()
     token = uuid.uuid4().hex
-    keys = [f"probe-{token}-{what}" for what in ("put", "create")]
+    key = f"probe-{token}-put"
     data = token.encode()
     try:
-        probe.put(keys[0], data)
-        if probe.get(keys[0]) != data:
-            raise StorageError(
-                f"{store.url} gave back other bytes than were written to it; do not keep checkpoints there", keys[0]
-            )
-        if not probe.create(keys[1], data) or probe.create(keys[1], b"second"):
-            raise StorageError(f"{store.url} does not keep create-if-absent; a commit needs it", keys[1])
+        probe.put(key, data)
+        if probe.get(key) != data:
+            raise StorageError(f"{store.url} gave back other bytes than were written to it; do not keep checkpoints there", key)
+        created = f"probe-{token}-create"
+        try:
+            if not probe.create(created, data) or probe.get(created) != data:
+                raise StorageError(f"{store.url} does not keep what it creates; a commit needs it", created)
+        finally:
+            _delete_quietly(probe, created)
         next(probe.list("probe-"), None)
+        return probe_create(store)
     finally:
-        for key in keys:
-            _delete_quietly(probe, key)
+        _delete_quietly(probe, key)
 
 
 def _delete_quietly(store: ObjectStore, key: str) -> None:

@@ -1,5 +1,4 @@
-"""Remote stores: s3:// by `storage.s3` or `storage.fast` (see `storage.choice`), other URLs by whichever fsspec file system knows
-them.
+"""Remote stores: s3://, gs:// and az:// as `storage.choice` decides, every other URL by whichever fsspec file system knows it.
 
 The generic store does with fsspec what can be done safely for any of its file systems. fsspec promises little (see
 `Capabilities`): a create is checked by reading it back, and what is durable is the server's affair. A file system that matters
