@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "data": "ftrain.cli.data:data",
     "plan": "ftrain.cli.plan:plan",
     "classify": "ftrain.cli.classify:classify",
+    "doctor": "ftrain.cli.doctor:doctor",
 }
 
 

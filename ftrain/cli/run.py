@@ -50,6 +50,7 @@ def run(
         if dry_run:
             show_plan(config, as_json=as_json)
             return
+        from ftrain.compose.checks import before_start
         from ftrain.compose.launch import prepare
 
         folder = prepare(
@@ -59,6 +60,8 @@ def run(
             take_over=take_over,
             command=again(config_path, overrides),
         )
+        for warning in before_start(config):
+            render.note(warning)
     sys.exit(run_supervised(folder))
 
 

@@ -1,0 +1,178 @@
+"""Which checks a run's config calls for, and those that need storage or torch.
+
+The cheap ones (one child, a fraction of a second) come before each start; `ftrain doctor` asks all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from ftrain.checkpoint.layout import rank_slot_nbytes
+from ftrain.compose.errors import RefusedError
+from ftrain.compose.paths import local_dir
+from ftrain.config import Config
+from recovery.notice import read_time
+from recovery.preflight import Check, Concern, Result, examine
+from recovery.timeouts import Timeouts, explain
+
+HOST = "127.0.0.1"
+LOCAL_BYTES = 64 << 20  # logs and the ledger's open segment
+FILES_PER_RANK, FILES = 16, 128
+SKEW_S = 5.0
+
+
+def cheap(config: Config) -> list[Check]:
+    """What is asked before each start."""
+    ranks = config.parallel.ranks
+    return [
+        Check(
+            name="disk",
+            entry="recovery.probes:disk",
+            args={"path": str(local_dir(config)), "need_bytes": LOCAL_BYTES},
+            remedy="free space, or set run.local_dir",
+        ),
+        Check(name="shared memory", entry="recovery.probes:shared_memory", remedy="start the container with more --shm-size"),
+        Check(name="port", entry="recovery.probes:port", args={"host": HOST}),
+        Check(
+            name="interface",
+            entry="recovery.probes:interface",
+            args={"name": config.machine.interface},
+            remedy="set machine.interface",
+        ),
+        Check(
+            name="descriptors",
+            entry="recovery.probes:descriptors",
+            args={"need": FILES + FILES_PER_RANK * ranks},
+            remedy="raise `ulimit -n`",
+        ),
+        Check(name="memory areas", entry="recovery.probes:anonymous_memory"),
+    ]
+
+
+def thorough(config: Config) -> list[Check]:
+    """Everything, from quick to slow."""
+    need = sum(rank_slot_nbytes(config)) * config.checkpoint.slots
+    url = {"url": config.run.url}
+    return [
+        *cheap(config),
+        Check(
+            name="memory",
+            entry="recovery.probes:memory",
+            args={"need_bytes": need},
+            remedy="fewer checkpoint.slots, or a larger memory limit",
+        ),
+        Check(name="storage", entry="ftrain.compose.checks:store", args=url, limit_s=60.0, remedy="see the storage's error"),
+        Check(name="clock", entry="ftrain.compose.checks:clock", args=url, limit_s=60.0, remedy="synchronise the clock"),
+        Check(name="collective", entry="ftrain.compose.checks:collective", limit_s=60.0, remedy="see machine.interface"),
+        Check(name="device", entry="ftrain.compose.checks:device", args={"name": config.machine.device}, limit_s=60.0),
+    ]
+
+
+def results(config: Config, *, everything: bool, env: Mapping[str, str] = os.environ) -> list[Result]:
+    """The answers of this machine. Time limits in the wrong order are a warning: the run works until something hangs."""
+    wrong = explain(timeouts(config, env, time.time()))
+    order = Result(name="time limits", status="warning" if wrong else "ok", text=wrong or "in the right order")
+    return [*examine(thorough(config) if everything else cheap(config)), order]
+
+
+def before_start(config: Config) -> list[str]:
+    """Ask the cheap questions; warnings in words. Raises RefusedError with all that speaks against a start here."""
+    found = results(config, everything=False)
+    bad = [result.line() for result in found if result.bad]
+    if bad:
+        raise RefusedError(["this machine is not fit for the run (`ftrain doctor` asks more):", *bad])
+    return [result.line() for result in found if result.status == "warning"]
+
+
+def timeouts(config: Config, env: Mapping[str, str], now_t: float) -> Timeouts:
+    """The limits of all layers as this config and this job have them."""
+    recovery = config.recovery
+    ends_t = read_time(env.get("SLURM_JOB_END_TIME", ""))
+    return Timeouts(
+        collective_s=recovery.collective_s,
+        hang_s=recovery.hang_s,
+        start_s=recovery.start_s,
+        stop_s=recovery.stop_s,
+        lease_s=recovery.lease_s,
+        scheduler_s=ends_t - now_t if ends_t is not None else None,
+    )
+
+
+def store(url: str) -> str:
+    """The run's store can be read, written, listed, and keeps create-if-absent."""
+    from storage.objects import check_store, open_store
+
+    opened = open_store(url)
+    try:
+        check_store(opened)
+    finally:
+        opened.close()
+    return f"{url}: written, read back, created once, deleted"
+
+
+def clock(url: str) -> str:
+    """This machine's clock against that of the store, from the time it gives to a new object."""
+    from storage.objects import open_store
+
+    opened = open_store(url)
+    key = f"probe-clock-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        before = time.time()
+        opened.put(key, b"clock")
+        after = time.time()
+        stamped = next(info.modified_s for info in opened.list(key))
+        opened.delete(key)
+    finally:
+        opened.close()
+    skew_s = max(before - stamped, stamped - after, 0.0)
+    if skew_s > SKEW_S:
+        raise Concern(f"the clock is {skew_s:.1f} s off that of {url}: retention and reports will be off as well")
+    return f"within {skew_s:.1f} s of {url}"
+
+
+def collective() -> str:
+    """Two ranks of this machine sum a vector. Both in one process: it is the network and the library that are asked."""
+    import torch
+
+    dist: Any = import_module("torch.distributed")  # its stubs do not list what is used here
+    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    sums: dict[int, float] = {}
+
+    def rank(number: int) -> None:
+        client = dist.PrefixStore("probe", dist.TCPStore(HOST, server.port, is_master=False))
+        group = dist.ProcessGroupGloo(client, number, 2, timedelta(seconds=20))
+        vector = torch.full((1024,), float(number + 1))
+        group.allreduce([vector]).wait()
+        sums[number] = float(vector.sum())
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if sums != {0: 3072.0, 1: 3072.0}:
+        raise RuntimeError(f"two ranks summed to {sums}, 3072 is right")
+    return "two ranks sum alike over Gloo"
+
+
+def device(name: str) -> str:
+    """The accelerators compute: integers are exact in fp32 whatever the order of the sum, so the answer is known."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and count == 0):
+        return "the CPU computes"
+    if count == 0:
+        raise RuntimeError("machine.device = 'cuda', but there is none")
+    for number in range(count):
+        matrix = (torch.arange(512 * 512, dtype=torch.int64).reshape(512, 512) % 13).float()
+        found = (matrix.to(f"cuda:{number}") @ matrix.to(f"cuda:{number}")).cpu()
+        if not torch.equal(found, matrix @ matrix):
+            raise RuntimeError(f"cuda:{number} multiplies wrongly")
+    return f"{count} GPUs multiply rightly"

@@ -1,0 +1,65 @@
+"""The checks that a config calls for, on this machine, and what `ftrain doctor` and `ftrain run` make of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose import checks
+from ftrain.compose.errors import RefusedError
+from ftrain.load import load
+from recovery.preflight import Concern
+from tests.commands import ftrain, ftrain_json
+from tests.runs import TinyRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    return TinyRun(folder=tmp_path, corpus="nowhere")
+
+
+def test_doctor_finds_this_machine_fit(run: TinyRun) -> None:
+    found = ftrain_json("doctor", str(run.config))
+    assert {it["name"]: it["status"] for it in found if it["name"] != "shared memory"} == dict.fromkeys(
+        ("disk", "port", "interface", "descriptors", "memory areas", "memory", "storage", "clock", "collective", "device")
+        + ("time limits",),
+        "ok",
+    )
+
+
+def test_doctor_says_whose_fault_it_is(run: TinyRun) -> None:
+    done = ftrain("doctor", str(run.config), "--set", "machine.interface=nope0")
+    assert done.returncode == 11
+    assert "no network interface 'nope0'" in done.stdout
+    taken = run.folder / "taken"
+    taken.write_text("a file where the run's folder should be")
+    local = run.folder / "local"
+    done = ftrain("doctor", str(run.config), "--set", f'run.url="{taken}"', "--set", f'run.local_dir="{local}"')
+    assert (done.returncode, "Traceback" in done.stderr) == (5, False), done.stdout
+
+
+def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
+    with pytest.raises(RefusedError, match="no network interface 'nope0'; there are .*; set machine.interface"):
+        checks.before_start(load(str(run.config), ["machine.interface=nope0"]))
+
+
+def test_a_wrong_order_of_time_limits_is_said_and_no_more(run: TinyRun) -> None:
+    said = checks.before_start(load(str(run.config), ["recovery.hang_s=5"]))
+    assert any("recovery.collective_s (120 s) must be shorter than recovery.hang_s (5 s)" in line for line in said)
+
+
+def test_the_schedulers_limit_is_one_of_them(run: TinyRun) -> None:
+    limits = checks.timeouts(load(str(run.config)), {"SLURM_JOB_END_TIME": "1100"}, 1000.0)
+    assert limits.scheduler_s == 100.0
+
+
+def test_a_clock_that_is_off(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "within" in checks.clock(run.url)
+    real = time.time
+    monkeypatch.setattr("ftrain.compose.checks.time.time", lambda: real() + 100.0)
+    with pytest.raises(Concern, match=r"the clock is (99|100)\.\d s off"):
+        checks.clock(run.url)
+    assert not any(name.startswith("probe") for name in os.listdir(run.url))
