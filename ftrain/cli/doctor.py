@@ -43,4 +43,4 @@ def doctor(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
         )
     bad = {result.name for result in found if result.bad}
     if bad:
-        sys.exit(ExitCode.STORAGE if bad == {"storage"} else ExitCode.RETRY_ELSEWHERE)
+        sys.exit(ExitCode.STORAGE if bad <= {"storage", "clock"} else ExitCode.RETRY_ELSEWHERE)
