@@ -192,6 +192,11 @@ def _intervals(config: Config) -> Iterator[Problem]:
         given = f"given {snapshot}, with checkpoint.every_steps = {every}"
         allowed = "at most checkpoint.every_steps (what goes to storage is a snapshot as well), or 0"
         yield Problem("checkpoint.snapshot_steps", given, allowed, f"nearest: {every}")
+    if bool(checkpoint.local_url) != bool(checkpoint.local_every_steps):
+        given = f"given {checkpoint.local_every_steps}, with checkpoint.local_url = {checkpoint.local_url!r}"
+        yield Problem(
+            "checkpoint.local_every_steps", given, "above 0 if and only if there is a local_url", "give both, or neither"
+        )
     if any(isinstance(policy, KeepBest) for policy in checkpoint.retention) and not config.evaluate.every_steps:
         given = 'given {keep = "best"}, with evaluate.every_steps = 0'
         yield Problem("checkpoint.retention", given, "keeping the best needs an evaluation", "give evaluate.every_steps")

@@ -27,7 +27,10 @@ REFUSED = {"on_resume": "refused"}
 
 Axis = Literal["tp", "cp", "pp", "dp"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
-FaultPoint = Literal["step", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"]
+FaultPoint = Literal[
+    "step", "gradients", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"
+]
+FaultKind = Literal["kill", "stop", "exit", "raise", "loop", "nan", "flip"]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +202,18 @@ class KeepBest(Section, frozen=True, kw_only=True, tag_field="keep", tag="best")
     n: Annotated[int, Meta(ge=1, description="how many")] = 1
 
 
+class KeepPinned(Section, frozen=True, kw_only=True, tag_field="keep", tag="pinned"):
+    """Keep named checkpoints."""
+
+    steps: Annotated[tuple[int, ...], Meta(min_length=1, description="their steps")]
+
+
+class KeepYoung(Section, frozen=True, kw_only=True, tag_field="keep", tag="young"):
+    """Keep checkpoints of the last hours."""
+
+    hours: Annotated[float, Meta(gt=0, description="how old they may be")]
+
+
 class Checkpoint(Section, frozen=True, kw_only=True):
     """When state is copied to memory, when it goes to storage, and what is kept."""
 
@@ -224,16 +239,67 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     if_failed: Annotated[Literal["continue", "stop"], Meta(description="what a failed save does to the run", extra=FREE)] = (
         "continue"
     )
-    upload_mib_s: Annotated[float, Meta(ge=0, description="rate limit of each keeper's upload, MiB/s; 0: none", extra=FREE)] = (
-        0.0
-    )
+    upload_mib_s: Annotated[
+        float, Meta(ge=0, description="rate that all uploads of a process keep to together, MiB/s; 0: no limit", extra=FREE)
+    ] = 0.0
+    local_url: Annotated[
+        str,
+        Meta(
+            description="folder on a fast local disk: a tier of checkpoints between memory and `run.url`; empty: none. "
+            "All ranks must see it. The newest two are kept; losing it is harmless",
+            extra=FREE,
+        ),
+    ] = ""
+    local_every_steps: Annotated[
+        int, Meta(ge=0, description="write to `local_url` every so many steps; 0: never", extra=FREE)
+    ] = 0
+    mirror_url: Annotated[
+        str,
+        Meta(
+            description="a second place that each committed checkpoint is copied to, and verified there; empty: none. It falls "
+            "behind rather than hold up the run, and what it lacks is no failure of a save",
+            extra=FREE,
+        ),
+    ] = ""
     retention: Annotated[
-        tuple[KeepLast | KeepEvery | KeepBest, ...],
+        tuple[KeepLast | KeepEvery | KeepBest | KeepPinned | KeepYoung, ...],
         Meta(description="a checkpoint is kept if any of these keeps it; empty: everything is kept", extra=FREE),
     ] = (KeepLast(n=3),)
     grace_s: Annotated[float, Meta(ge=0, description="packs outlive their deleted commit by this many seconds", extra=FREE)] = (
         3600.0
     )
+
+
+class Storage(Section, frozen=True, kw_only=True):
+    """How remote storage is reached. What is empty comes from AWS's variables and files; so do credentials, never from here."""
+
+    backend: Annotated[
+        Literal["auto", "obstore", "s3fs"],
+        Meta(description="client library; auto: obstore if it is installed and can do what is asked, else s3fs", extra=FREE),
+    ] = "auto"
+    endpoint: Annotated[str, Meta(description="URL of an S3 server that is not AWS", extra=FREE)] = ""
+    region: Annotated[str, Meta(description="region of the bucket", extra=FREE)] = ""
+    profile: Annotated[str, Meta(description="profile of the AWS configuration files", extra=FREE)] = ""
+    ca_bundle: Annotated[str, Meta(description="file with the certificates to trust", extra=FREE)] = ""
+    proxy: Annotated[str, Meta(description="URL of an HTTP proxy", extra=FREE)] = ""
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"], Meta(description="where the bucket's name stands in a URL", extra=FREE)
+    ] = "auto"
+    sse: Annotated[
+        Literal["", "AES256", "aws:kms"], Meta(description="server-side encryption of what is written", extra=FREE)
+    ] = ""
+    sse_kms_key_id: Annotated[str, Meta(description="key for aws:kms; empty: the bucket's", extra=FREE)] = ""
+    request_timeout_s: Annotated[float, Meta(gt=0, description="a request that takes longer counts as lost", extra=FREE)] = (
+        120.0
+    )
+    in_flight_mib: Annotated[
+        float,
+        Meta(ge=1, description="bytes on their way that all saves, loads and copies of a process share, MiB", extra=FREE),
+    ] = 64.0
+    lease_s: Annotated[
+        float,
+        Meta(ge=10, description="a run that nobody renewed for this long may be taken over from another host", extra=FREE),
+    ] = 120.0
 
 
 class Recovery(Section, frozen=True, kw_only=True):
@@ -280,6 +346,16 @@ class Recovery(Section, frozen=True, kw_only=True):
     end_margin_s: Annotated[
         float, Meta(ge=0, description="time kept free, before a known end, beyond what a step and a save take", extra=FREE)
     ] = 30.0
+    nonfinite_steps: Annotated[
+        int,
+        Meta(
+            ge=0, description="consecutive steps that are not finite, also when repeated, end the attempt; 0: never", extra=FREE
+        ),
+    ] = 3
+    spike_z: Annotated[
+        float, Meta(ge=0, description="robust deviations above the usual loss that count as a spike; 0: none does", extra=FREE)
+    ] = 10.0
+    spike_steps: Annotated[int, Meta(ge=1, description="consecutive spikes that end the attempt", extra=FREE)] = 10
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
     ] = 0
@@ -295,8 +371,11 @@ class Recovery(Section, frozen=True, kw_only=True):
 class Fault(Section, frozen=True, kw_only=True):
     """A fault to inject, for demonstrations and tests. It fires once in the life of a run."""
 
-    kind: Annotated[Literal["kill", "stop", "exit", "raise"], Meta(description="what happens to the process")] = "kill"
-    at: Annotated[FaultPoint, Meta(description="named point at which it happens; `step`: between two steps")] = "step"
+    kind: Annotated[FaultKind, Meta(description="what happens to the process; nan, flip: to a gradient")] = "kill"
+    at: Annotated[
+        FaultPoint,
+        Meta(description="named point at which it happens; `step`: between two steps, `gradients`: before they are voted on"),
+    ] = "step"
     step: Annotated[int, Meta(ge=0, description="at or after this step")]
     rank: Annotated[int, Meta(ge=0, description="rank, for points inside a worker")] = 0
 
@@ -325,6 +404,7 @@ class Config(Section, frozen=True, kw_only=True):
     schedule: Schedule = Schedule()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    storage: Storage = Storage()
     recovery: Recovery = Recovery()
     machine: Machine = Machine()
     faults: Annotated[tuple[Fault, ...], Meta(description="faults to inject", extra=FREE)] = field(default=())

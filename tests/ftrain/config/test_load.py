@@ -114,9 +114,9 @@ def test_all_problems_come_at_once() -> None:
         "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, order, sp, sp_regather, tp_overlap, "
         "bucket_mib, schedule, virtual_stages, layer_counts, overlap_reduce, overlap_gather; did you mean `tp`?",
         "checkpoint.retention.0.keep": 'checkpoint.retention.0.keep: given "lst" (text); '
-        'allowed: one of "last", "every", "best"; did you mean `last`?',
+        'allowed: one of "last", "every", "best", "pinned", "young"; did you mean `last`?',
         "checkpoint.retention.1.keep": "checkpoint.retention.1.keep: required, but missing; "
-        'allowed: one of "last", "every", "best"',
+        'allowed: one of "last", "every", "best", "pinned", "young"',
         "checkpoint.retention.2.steps": "checkpoint.retention.2.steps: required, but missing; "
         "allowed: whole number >= 1; multiple of this many steps",
         # combinations that no wrong value takes part in are found beside them
