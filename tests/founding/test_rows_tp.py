@@ -31,7 +31,7 @@ def _worked_example(rank):
 
 
 @pytest.mark.dist
-def test_row_8_the_worked_example_of_tensor_parallelism():
+def test_row_08_the_worked_example_of_tensor_parallelism():
     """x = [2, 3]: columns A give [2, 3], columns B [5, 8] (2 x 1 + 3 x 2 = 8); in order [2, 3, 5, 8]."""
     assert run_world(_worked_example, 2) == [[[2.0, 3.0]], [[5.0, 8.0]]]
 
@@ -79,7 +79,7 @@ def _column_then_row(rank):
 
 
 @pytest.mark.dist
-def test_row_9_a_column_feeds_a_row_and_the_sum_is_the_full_product():
+def test_row_09_a_column_feeds_a_row_and_the_sum_is_the_full_product():
     run_world(_column_then_row, 2)
 
 

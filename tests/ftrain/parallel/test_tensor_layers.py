@@ -1,5 +1,8 @@
 """The layers that tensor parallelism cuts, one by one against the plain ones, and a block of them against DTensor."""
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +19,14 @@ from torch.distributed.tensor.parallel import (
 )
 from world import run_world
 
-from ftrain.config import Model
+from ftrain.config import Model, Parallel
 from ftrain.model import functional
 from ftrain.model.transformer import Block, Transformer
 from ftrain.parallel.layout import local_box, parameters
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import View
-from ftrain.parallel.shape import MeshShape
+from ftrain.parallel.shape import Coordinate, MeshShape
 from ftrain.parallel.tensor import Labels, column, embed_cut, head_loss_cut, row, token_losses_cut
 from ftrain.parallel.weight import Weight
 
@@ -227,6 +230,27 @@ def specs():
 @pytest.mark.dist
 def test_a_block_is_what_dtensor_computes():
     run_world(_dtensor, 2)
+
+
+LLAMA3_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("model", [LLAMA3_405B, msgspec.structs.replace(MODEL, heads=16, ffn=32, qk_norm=True, vocab=61)])
+def test_modules_have_the_shapes_of_the_placement_table(tp, model):
+    """Built without storage or processes."""
+    mesh = MeshShape(tp=tp)
+    table = {spec.name: spec for spec in parameters(model, mesh)}
+    for index in range(tp):
+        place = SimpleNamespace(shape=mesh, coordinate=Coordinate(tp=index))
+        group = TensorGroup.of(place, Parallel(), table["embedding"].tp, model.vocab)
+        modules = {
+            name: tuple(parameter.shape)
+            for name, parameter in Transformer(model, dtype=torch.float32, group=group).named_parameters()
+            if parameter.numel()
+        }
+        boxes = {name: local_box(spec, mesh, place.coordinate) for name, spec in table.items()}
+        assert modules == {name: box.shape for name, box in boxes.items() if box}
 
 
 def test_a_part_without_rows_has_no_parameter():

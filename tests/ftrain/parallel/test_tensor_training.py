@@ -66,13 +66,13 @@ def _defect(engine):
 
 
 @pytest.mark.dist
-def test_an_unreduced_norm_gradient_is_noticed(runs):
+def test_an_unreduced_norm_gradient_is_noticed():
     with pytest.raises(AssertionError, match=r"copies of \S*layers\.0\.attention_norm differ"):
         run_layouts([laid_out(base(MODELS["untied"]), ranks=2, tp=2)], STEPS, _defect)
 
 
 @pytest.mark.dist
-def test_the_switches_do_not_change_a_bit(runs):
+def test_the_switches_do_not_change_a_bit():
     config = laid_out(base(MODELS["untied"], "float32"), ranks=4, tp=2)
     configs = [config] + [
         laid_out(config, **change)
@@ -90,10 +90,11 @@ def same(one: Run, other: Run):
 
 
 @pytest.mark.dist
-def test_fp32_is_as_near_to_the_truth_as_one_process(runs):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_as_near_to_the_truth_as_one_process(dtype):
     """The certificate's rule: error(layout) <= 4 x max(error(one process), eps). One step from the same state."""
-    eps = torch.finfo(torch.float32).eps
-    rows = [laid_out(base(MODELS["untied"], "float32"), **layout) for layout in LAYOUTS if layout["ranks"] == 4]
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    rows = [laid_out(base(MODELS["untied"], dtype), **layout) for layout in LAYOUTS if layout["ranks"] == 4]
     exact = exact_step(base(MODELS["untied"]))
     (single,) = run_layouts([one_process(rows[0])], 1)
     allowed = deviations(single, exact)
