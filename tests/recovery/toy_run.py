@@ -150,11 +150,12 @@ class ToyRun:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        with contextlib.suppress(AssertionError, OSError, KeyError, msgspec.DecodeError):
-            pid = int(msgspec.json.decode((self.folder / "agent.json").read_bytes())["pid"])
-            if not gone(pid) and b"recovery.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                wait_until(lambda: gone(pid), "agent gone")
+        for record, words in (("owner.json", b"coordinator"), ("agent.json", b"recovery.agent")):  # the one restarts the other
+            with contextlib.suppress(AssertionError, OSError, KeyError, msgspec.DecodeError):
+                pid = int(msgspec.json.decode((self.folder / record).read_bytes())["pid"])
+                if not gone(pid) and words in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+                    wait_until(lambda pid=pid: gone(pid), "its end")
 
 
 @contextlib.contextmanager
