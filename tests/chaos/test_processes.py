@@ -51,7 +51,7 @@ def test_torch_lives_in_the_workers_and_their_zygote_only(corpus: str, tmp_path:
         ("run", "{config}", "--dry-run"),
         ("--help",),
     ],
-    ids=lambda words: " ".join(words[:2]),
+    ids=" ".join,
 )
 def test_commands_import_no_torch(words: tuple[str, ...], unbroken_run: TinyRun) -> None:
     filled = [word.format(url=unbroken_run.url, config=unbroken_run.config) for word in words]
@@ -90,7 +90,7 @@ def test_foreign_packages_where_the_user_stands_shadow_nothing(
         assert ftrain(*words, cwd=foreign).returncode == 0
 
 
-# -- many restarts -----------------------------------------------------------------------------------------------------------------
+# -- many restarts ------------------------------------------------------------------------------------------------------------
 
 
 def deaths(count: int) -> str:
