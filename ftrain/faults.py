@@ -4,7 +4,8 @@ pays one comparison.
 A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act
 ends. Points:
 
-- in a worker: `step` (between two steps), `copy` (in the middle of a snapshot), `restore` (after the state is back)
+- in a worker: `step` (between two steps), `gradients` (complete, not yet voted on), `copy` (in the
+  middle of a snapshot), `restore` (after the state is back)
 - in the keeper: `upload` (in the middle of a pack)
 - in the coordinator: `before_manifest`, `after_manifest`, `before_commit`, `after_commit`
 
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ftrain.config import Fault
 from storage.objects import Bytes, ObjectStore
 from storage.wrapper import WrappingStore
 
-WORKER_POINTS = ("step", "copy", "restore")
+WORKER_POINTS = ("step", "gradients", "copy", "restore")
 KEEPER_POINTS = ("upload",)
 COORDINATOR_POINTS = ("before_manifest", "after_manifest", "before_commit", "after_commit")
 POINTS = WORKER_POINTS + KEEPER_POINTS + COORDINATOR_POINTS
@@ -30,9 +32,16 @@ POINTS = WORKER_POINTS + KEEPER_POINTS + COORDINATOR_POINTS
 class Faults:
     """The faults of one process."""
 
-    def __init__(self, faults: Sequence[Fault], folder: Path, *, rank: int | None = None) -> None:
-        """`folder` holds the markers of what has fired; `rank` is None outside workers."""
-        self._folder = folder
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        folder: Path,
+        *,
+        rank: int | None = None,
+        corrupt: Callable[[str], None] | None = None,
+    ) -> None:
+        """`folder` holds the markers of what has fired; `rank` is None outside workers; `corrupt` spoils a gradient."""
+        self._folder, self._corrupt = folder, corrupt
         self._armed = [
             (number, fault)
             for number, fault in enumerate(faults)
@@ -43,7 +52,7 @@ class Faults:
         """Named point `point` was reached at `step`: do what the first armed fault says, if there is one."""
         for number, fault in self._armed:
             if fault.at == point and step >= fault.step and self._claim(number):
-                _act(fault, step)
+                self._act(fault, step)
 
     def _claim(self, number: int) -> bool:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +62,12 @@ class Faults:
             return False
         return True
 
+    def _act(self, fault: Fault, step: int) -> None:
+        if fault.kind in ("nan", "flip") and self._corrupt is not None:
+            self._corrupt(fault.kind)
+        else:
+            _act(fault, step)
+
 
 def _act(fault: Fault, step: int) -> None:
     if fault.kind == "kill":
@@ -61,6 +76,8 @@ def _act(fault: Fault, step: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "exit":
         os._exit(1)
+    while fault.kind == "loop":
+        time.sleep(0.001)  # busy enough to be running, kind enough to leave the other ranks a core
     raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
 
 

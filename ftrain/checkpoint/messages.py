@@ -92,6 +92,16 @@ class SaveSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="skipped"):
     failed: bool = False
 
 
+class Doubt(msgspec.Struct, frozen=True, kw_only=True, tag="doubt"):
+    """Rank 0 to coordinator: a result that does not make sense. `onset`: the run must go back to before this step, and this
+    attempt ends; None: it was repeated and makes sense now.
+    """
+
+    step: int
+    reason: str
+    onset: int | None = None
+
+
 class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     """Rank 0 to coordinator: the loop has ended; the snapshot of this step is on its way to storage."""
 
@@ -101,7 +111,7 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
 
 KeeperMessage = PackStored | PackFailed
 KeeperRequest = Settled | Resend
-WorkerMessage = Ready | StepDone | SnapshotTaken | SaveSkipped | Final
+WorkerMessage = Ready | StepDone | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode
 decode_request = msgspec.msgpack.Decoder(KeeperRequest).decode

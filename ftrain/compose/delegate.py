@@ -6,7 +6,6 @@ Lives in the coordinator's process, so it imports no torch: layouts are computed
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import msgspec
 from ftrain.checkpoint.arena import slot_name
 from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.messages import (
+    Doubt,
     Final,
     PackFailed,
     PackStored,
@@ -33,8 +33,10 @@ from ftrain.checkpoint.messages import (
 )
 from ftrain.compose.args import Launch, Memo, WorkerArgs
 from ftrain.compose.committer import Committer, Job
+from ftrain.compose.doubts import Doubts
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
+from ftrain.compose.steps import finite, step_events
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
@@ -78,6 +80,8 @@ class RunDelegate(Delegate):
         self._final: Final | None = None
         self._lost: dict[int, str] = {}  # steps of this attempt whose save failed, and why
         self._last_step: StepDone | None = None
+        self._doubts = Doubts()
+        self._told: list[Event] = []  # for the next tick
 
     @property
     def epoch(self) -> int:
@@ -135,6 +139,7 @@ class RunDelegate(Delegate):
         self._forget_unfinished(attempt)
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
+        release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
         world, slots = self._config.parallel.ranks, self._config.checkpoint.slots
         sizes = rank_slot_nbytes(self._config)
         memfds = {slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)}
@@ -147,11 +152,27 @@ class RunDelegate(Delegate):
             source="memory" if in_memory else "init" if restored is None else "storage",
             restored_step=restored or 0,
             memfds=memfds,
+            release=release,
             rendezvous=world > 1,
             memo=msgspec.msgpack.encode(
                 Memo(generation=self._generation, world=world, storage_step=self._committed, layout=self._layout)
             ),
         )
+
+    def _go_back(self, attempt: int) -> tuple[str, ...]:
+        """To the newest checkpoint before the onset of what went wrong, if anything did; the memory areas void then."""
+        back, step = self._doubts.go_back(self._run.checkpoints(), attempt)
+        if not back:
+            return ()
+        ranks, slots = range(self._config.parallel.ranks), range(self._config.checkpoint.slots)
+        void = tuple(slot_name(rank, index, self._generation) for rank in ranks for index in slots)
+        self._generation, self._memory_step, self._committed = self._generation + 1, None, step
+        self._told += self._take_epoch(step)
+        return void
+
+    def _take_epoch(self, step: int | None) -> list[Event]:
+        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
+        return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=step)]
 
     @property
     def _origin(self) -> tuple[str, int | None]:
@@ -192,31 +213,15 @@ class RunDelegate(Delegate):
             return self._on_ready(message, attempt)
         if isinstance(message, SaveSkipped):
             return self._on_skipped(message, attempt)
+        if isinstance(message, Doubt):
+            return self._doubts.on_doubt(message, attempt)
         self._final = message
         return []
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
         self._last_step = done
         self._metrics.append(done, attempt=attempt, layout=self._layout)
-        found: list[Event] = [
-            events.StepFinished(
-                t=done.t_end,
-                attempt=attempt,
-                step=done.step,
-                t_begin=done.t_begin,
-                t_end=done.t_end,
-                blocked_s=done.blocked_s,
-                evaluate_s=done.evaluate_s,
-                loss=finite(done.loss),
-                grad_norm=finite(done.grad_norm),
-                tokens=done.tokens,
-                lr=done.lr,
-                applied=done.applied,
-            )
-        ]
-        if done.eval_loss is not None and math.isfinite(done.eval_loss):
-            found.append(events.Evaluated(t=done.t_end, attempt=attempt, step=done.step, loss=done.eval_loss))
-        return found
+        return [*self._doubts.on_step(done, attempt), *step_events(done, attempt)]
 
     def _on_snapshot(self, taken: SnapshotTaken, attempt: int) -> list[Event]:
         group = (attempt, taken.step)
@@ -245,8 +250,7 @@ class RunDelegate(Delegate):
         if ready.source != "storage" or self._committed is None or ready.step >= self._committed:
             return []
         self._committed = ready.step
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=ready.step)
-        return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=ready.step)]
+        return self._take_epoch(ready.step)
 
     def _on_skipped(self, skipped: SaveSkipped, attempt: int) -> list[Event]:
         if skipped.failed:
@@ -259,7 +263,7 @@ class RunDelegate(Delegate):
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
         group = (message.attempt, message.step)
-        if group in self._settled:
+        if group in self._settled or self._doubts.is_void(*group):
             self._settle(Settled(attempt=message.attempt, step=message.step))
             return []
         if isinstance(message, PackFailed):
@@ -302,7 +306,8 @@ class RunDelegate(Delegate):
 
     def tick(self, now: float) -> Sequence[Event]:
         """Hand over what the committer has done; leave in time if the machine is taken away."""
-        found = list(self._endwatch.tick(now, self.links.request_stop))
+        found = [*self._told, *self._endwatch.tick(now, self.links.request_stop)]
+        self._told.clear()
         for outcome in self._committer.results() if self._committer else []:
             if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
@@ -381,8 +386,3 @@ class RunDelegate(Delegate):
             self._committer.close()
         self._endwatch.close()
         self._metrics.close()
-
-
-def finite(value: float) -> float | None:
-    """The value, or None if JSON has no word for it."""
-    return value if math.isfinite(value) else None

@@ -70,13 +70,21 @@ def main(context: WorkerContext) -> None:
         mesh=Mesh(mesh_shape(config), context.rank),
         device=device,
         dataset=Dataset(config, root=cache_root()),
-        progress=lambda phase, microbatch: context.heartbeat.beat(phase, microbatch=microbatch),
+        progress=lambda phase, microbatch: progress(phase, microbatch),
     )
+
+    def progress(phase: str, microbatch: int) -> None:
+        context.heartbeat.beat(phase, microbatch=microbatch)
+        if phase == "reduce":
+            faults.reached("gradients", engine.step + 1)
+
+    folder = Path(args.local_dir) / "faults"
+    faults = Faults(config.faults, folder, rank=context.rank, corrupt=lambda kind: spoil(engine, kind))
     context.heartbeat.beat("restore")
     restored = _restore(engine, args, slots, rank=context.rank, world=config.parallel.ranks)
     constant = _constant(config, args, engine)
     _warn(restored, constant)
-    loop = _loop(context, args, config, engine, slots)
+    loop = _loop(context, args, config, engine, slots, faults)
     loop.saver.forget_after(restored.step)
     context.send(encode(_ready(context.rank, restored)))
     loop.reached("restore", restored.step)
@@ -86,6 +94,16 @@ def main(context: WorkerContext) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def spoil(engine: Engine, kind: str) -> None:
+    """An injected fault: the first gradient that this rank will apply is no number, or has a bit of its exponent flipped."""
+    optimizer = engine.optimizer
+    first = next(optimizer.mesh.region(region.main_grad) for region in optimizer.regions)[:1]
+    if kind == "nan":
+        first.fill_(float("nan"))
+    else:
+        first.view(torch.int32).bitwise_xor_(1 << 29)
 
 
 def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any]:
@@ -100,8 +118,9 @@ def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any
     }
 
 
-def _loop(context: WorkerContext, args: WorkerArgs, config: Config, engine: Engine, slots: dict[str, ArenaSlot]) -> Loop:
-    faults = Faults(config.faults, Path(args.local_dir) / "faults", rank=context.rank)
+def _loop(
+    context: WorkerContext, args: WorkerArgs, config: Config, engine: Engine, slots: dict[str, ArenaSlot], faults: Faults
+) -> Loop:
     saver = Saver(
         [(name, slots[name]) for name in args.own_slots],
         rank_layout(config, engine.mesh.coordinate),

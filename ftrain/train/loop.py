@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ftrain.checkpoint import when
-from ftrain.checkpoint.messages import Final, SaveSkipped, StepDone, WorkerMessage
+from ftrain.checkpoint.messages import Doubt, Final, SaveSkipped, StepDone, WorkerMessage
 from ftrain.checkpoint.saver import Saver
 from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
+from ftrain.train.numerics import Bounds, NumericsError, Watch
 from ftrain.train.step import StepResult
 from ftrain.train.votes import Flags
 
@@ -25,6 +26,8 @@ class Trainee(Protocol):
     """What the loop needs of an engine."""
 
     def train_step(self, *, step: int, first_sequence: int, flags: Flags) -> StepResult: ...
+
+    def set_step(self, step: int) -> None: ...
 
     def evaluate(self) -> float: ...
 
@@ -84,6 +87,12 @@ class Loop:
     rank: int
     saves_handled: int = 0
     stored_step: int = 0  # newest step that is in storage already
+    watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        recovery = self.config.recovery
+        bounds = Bounds(nonfinite_steps=recovery.nonfinite_steps, spike_z=recovery.spike_z, spike_steps=recovery.spike_steps)
+        self.watch = Watch(bounds=bounds)
 
     def run(self, progress: Progress) -> Final:
         """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage
@@ -102,7 +111,7 @@ class Loop:
 
     def _step(self, progress: Progress) -> bool:
         begin = time.time()
-        result = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=self._flags())
+        result = self._update(progress)
         progress.step = result.step
         progress.sequences += result.sequences
         progress.tokens += result.tokens
@@ -112,7 +121,29 @@ class Loop:
         blocked_s = self.saver.take_waited() + self._save(progress, result.flags)
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
+        self._judge(result)
         return bool(result.flags.stop)
+
+    def _update(self, progress: Progress) -> StepResult:
+        """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
+        flags = self._flags()
+        result = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=flags)
+        if result.applied or not self.config.recovery.nonfinite_steps:
+            return result
+        self.engine.set_step(progress.step)
+        again = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=flags)
+        if again.applied and self.rank == 0:
+            reason = f"step {again.step} was not finite, and finite when repeated: silent corruption"
+            self.report(Doubt(step=again.step, reason=reason))
+        return again
+
+    def _judge(self, result: StepResult) -> None:
+        trouble = self.watch.see(step=result.step, loss=result.loss, applied=result.applied)
+        if trouble is None:
+            return
+        if self.rank == 0:
+            self.report(Doubt(step=trouble.step, reason=trouble.reason, onset=trouble.onset))
+        raise NumericsError(trouble.reason)
 
     def _flags(self) -> Flags:
         return Flags(

@@ -1,0 +1,34 @@
+"""A finished step, as the ledger records it."""
+
+from __future__ import annotations
+
+import math
+
+from ftrain.checkpoint.messages import StepDone
+from recovery.events import Evaluated, Event, StepFinished
+
+
+def step_events(done: StepDone, attempt: int) -> list[Event]:
+    """The update, and the held-out loss if it was measured after it."""
+    step = StepFinished(
+        t=done.t_end,
+        attempt=attempt,
+        step=done.step,
+        t_begin=done.t_begin,
+        t_end=done.t_end,
+        blocked_s=done.blocked_s,
+        evaluate_s=done.evaluate_s,
+        loss=finite(done.loss),
+        grad_norm=finite(done.grad_norm),
+        tokens=done.tokens,
+        lr=done.lr,
+        applied=done.applied,
+    )
+    if done.eval_loss is None or not math.isfinite(done.eval_loss):
+        return [step]
+    return [step, Evaluated(t=done.t_end, attempt=attempt, step=done.step, loss=done.eval_loss)]
+
+
+def finite(value: float) -> float | None:
+    """The value, or None if JSON has no word for it."""
+    return value if math.isfinite(value) else None

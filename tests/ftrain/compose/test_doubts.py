@@ -1,0 +1,69 @@
+"""Where a run goes back to, what does not count any more, and that what is done again is compared."""
+
+from __future__ import annotations
+
+from ftrain.checkpoint.messages import Doubt, StepDone
+from ftrain.compose.doubts import Doubts
+from recovery.events import Suspected
+from storage.catalog import CheckpointInfo, CheckpointState
+
+
+def done(step: int, loss: float) -> StepDone:
+    return StepDone(
+        step=step,
+        t_begin=1.0,
+        t_end=2.0,
+        blocked_s=0.0,
+        evaluate_s=0.0,
+        loss=loss,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens=8,
+        applied=True,
+    )
+
+
+def infos(*steps: int, fenced: int = 0) -> list[CheckpointInfo]:
+    states = {step: CheckpointState.FENCED if step == fenced else CheckpointState.VALID for step in steps}
+    return [CheckpointInfo(step=step, state=state, reason="") for step, state in states.items()]
+
+
+def test_back_to_the_newest_valid_checkpoint_before_the_onset() -> None:
+    doubts = Doubts()
+    doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
+    assert doubts.go_back(infos(5, 10, 15, 20, 25, fenced=15), attempt=3) == (True, 10)
+    assert doubts.go_back(infos(5, 10), attempt=4) == (False, None)  # once
+
+
+def test_back_to_the_start_if_there_is_none() -> None:
+    doubts = Doubts()
+    doubts.on_doubt(Doubt(step=4, reason="not finite", onset=2), attempt=0)
+    assert doubts.go_back(infos(10), attempt=0) == (True, None)
+
+
+def test_a_doubt_that_was_cleared_sends_nobody_back() -> None:
+    doubts = Doubts()
+    (event,) = doubts.on_doubt(Doubt(step=4, reason="finite when repeated"), attempt=0)
+    assert isinstance(event, Suspected)
+    assert doubts.go_back(infos(10), attempt=0) == (False, None)
+
+
+def test_what_was_on_its_way_since_the_onset_is_void_in_earlier_attempts_only() -> None:
+    doubts = Doubts()
+    doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
+    doubts.go_back(infos(10), attempt=3)
+    void = {(attempt, step) for attempt in (2, 3, 4) for step in (19, 20, 25) if doubts.is_void(attempt, step)}
+    assert void == {(2, 20), (2, 25), (3, 20), (3, 25)}
+
+
+def test_a_repetition_that_differs_in_one_bit_is_said_once() -> None:
+    doubts = Doubts()
+    losses = {step: 2.0 + step for step in range(1, 6)}
+    assert not any(doubts.on_step(done(step, loss), 0) for step, loss in losses.items())
+    assert not any(doubts.on_step(done(step, losses[step]), 1) for step in (2, 3))
+    (event,) = doubts.on_step(done(4, 6.000000000000001), 1)
+    assert isinstance(event, Suspected)
+    assert "attempt 0: 6.0, now 6.000000000000001" in event.reason
+    assert doubts.on_step(done(5, 9.0), 1) == []
+    assert doubts.on_step(done(6, float("nan")), 1) == []
+    assert doubts.on_step(done(6, float("nan")), 2) == []  # not a number twice is the same twice
