@@ -31,6 +31,9 @@ from storage.run import RunStore
 STAGED_NBYTES = 256 * 2**20  # of state on a GPU that is loaded into host memory before it is moved
 
 
+MAX_WORDS_NBYTES = 2048  # of what is wrong with a candidate, as told to the other ranks
+
+
 class Restorable(Protocol):
     """What a restore needs of an engine."""
 
@@ -52,13 +55,23 @@ class Restored:
     passed_over: tuple[tuple[int, str], ...] = ()
 
 
-def everywhere(ok: bool) -> bool:
-    """Whether `ok` holds on all ranks. A collective, if there is more than one rank."""
+def agreed(problem: str | None) -> str | None:
+    """What is wrong in the words of the first rank that has a problem, the same on all ranks; None if no rank has one.
+
+    A collective, if there is more than one rank: the damage may lie where only one of them reads.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ok
-    votes = torch.tensor([0 if ok else 1], dtype=torch.int64)
-    dist.all_reduce(votes)
-    return int(votes.item()) == 0
+        return problem
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = torch.tensor([world if problem is None else rank], dtype=torch.int64)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if int(first.item()) == world:
+        return None
+    words = torch.zeros(MAX_WORDS_NBYTES, dtype=torch.uint8)
+    said = (problem or "").encode()[:MAX_WORDS_NBYTES]
+    words[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
+    dist.broadcast(words, src=int(first.item()))
+    return bytes(words.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def restore(
@@ -81,12 +94,13 @@ def restore(
     if snapshot is not None and snapshot.step >= (storage_step if storage_step is not None else 0):
         for name in snapshot.slots[rank::world]:
             slots[name].seal()
-        everywhere(True)  # nobody reads before all slots are sealed
-        problem = _attempt(lambda: _load(engine, Checkpoint(ArenaStore(slots), snapshot_manifest(snapshot, slots), prefix="")))
-        if everywhere(problem is None):
+        agreed(None)  # nobody reads before all slots are sealed
+        tier = ArenaStore(slots)
+        problem = agreed(_attempt(lambda: _load(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
+        if problem is None:
             progress = slots[snapshot.slots[0]].progress()
             return Restored(source="memory", step=snapshot.step, progress=progress, proof="crc32c of every chunk")
-        passed_over.append((snapshot.step, f"memory tier: {problem or 'damaged on another rank'}"))
+        passed_over.append((snapshot.step, f"memory tier: {problem}"))
     if run is None or storage_step is None:
         return Restored(source="init", step=0, passed_over=tuple(passed_over))
     return _from_storage(engine, run, storage_step, passed_over)
@@ -97,8 +111,8 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
     without = {info.step: "newer than what this attempt was started from" for info in run.checkpoints() if info.step > newest}
     while True:
         checkpoint = _agree(run, without)
-        problem = _attempt(lambda checkpoint=checkpoint: _load(engine, checkpoint))  # type: ignore[misc]
-        if everywhere(problem is None):
+        problem = agreed(_attempt(lambda checkpoint=checkpoint: _load(engine, checkpoint)))  # type: ignore[misc]
+        if problem is None:
             problem = _prove(engine, checkpoint.manifest)
             if problem is None:
                 seen = [*passed_over, *((step, why) for step, why in checkpoint.passed_over if step <= newest)]
@@ -109,7 +123,7 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
                     proof=f"digests of {len(checkpoint.manifest.digests)} arrays",
                     passed_over=tuple(seen),
                 )
-        without[checkpoint.step] = problem or "damaged on another rank"
+        without[checkpoint.step] = problem
 
 
 def _agree(run: RunStore, without: dict[int, str]) -> Checkpoint:
