@@ -104,7 +104,7 @@ def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
     assert (started[-1].source, started[-1].restored_step) == ("storage", stopped_at)
 
 
-# -- a config that changed -------------------------------------------------------------------------------------------------------
+# -- a config that changed -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
