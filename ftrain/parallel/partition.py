@@ -6,7 +6,10 @@ replicas after the loss of one are everyday cases. Layers keep their number on e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 
 def partition_layers(num_layers: int, num_stages: int, counts: Sequence[int] = ()) -> tuple[range, ...]:
@@ -32,6 +35,47 @@ def _even_counts(num_layers: int, num_stages: int) -> list[int]:
     for stage in middle_first[:extra]:
         counts[stage] += 1
     return counts
+
+
+def balanced_counts(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage such that the slowest stage is as fast as can be; of those, the one with the evenest stages.
+
+    `costs`: measured seconds of each layer; `first` and `last`: what the ends do besides (the embedding; head and loss). The
+    result goes into `parallel.layer_counts`.
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(f"{len(costs)} layers over {num_stages} stages: every stage needs a layer; nearest: {len(costs)}")
+    sums = [0.0, *accumulate(costs)]
+
+    def time(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == num_stages - 1)
+
+    limit, _ = _best_cuts(len(costs), num_stages, time, max)
+    _, cuts = _best_cuts(
+        len(costs),
+        num_stages,
+        lambda stage, start, stop: t**2 if (t := time(stage, start, stop)) <= limit * (1 + 1e-9) else math.inf,
+        operator.add,
+    )
+    return tuple(stop - start for start, stop in pairwise(cuts))
+
+
+def _best_cuts(
+    num_layers: int, num_stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The cheapest way to cut layers into non-empty runs: its cost, and where the runs start and the last one stops."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for stage in range(num_stages):
+        stops = range(stage + 1, num_layers - (num_stages - 1 - stage) + 1)
+        best = {
+            stop: min(
+                (join(before, cost(stage, start, stop)), (*cuts, stop))
+                for start, (before, cuts) in best.items()
+                if start < stop
+            )
+            for stop in stops
+        }
+    return best[num_layers]
 
 
 def deal(num_items: int, num_hands: int, hand: int) -> range:
