@@ -9,7 +9,8 @@ multiples of `row_unit` rows. A replica's share is then a list of whole row bloc
 - A matrix that crosses a cut starts at a multiple of its own `row_unit` rows, and regions are multiples of all of them:
   position and cut are then both on the matrix's row grid.
 - `row_unit` is a power of two: the largest for which alignment costs at most 1 % of the bucket, or up to 8 rows for at most
-  4 %, because rows are tiles and tiny tiles make too many chunks; if neither can be had, the cheapest.
+  4 %, because rows are tiles and tiny tiles make too many chunks; if neither can be had, the cheapest of those whose
+  tiles are not tiny.
 - A bucket holds whole blocks (a layer, the embedding, the head) and never spans virtual stages. A tied embedding whose ends
   lie on two ranks gets its own bucket, so that both ends cut it alike.
 
@@ -25,12 +26,13 @@ from math import lcm, prod
 from ftrain.parallel.layout import Kind, ParameterSpec, is_owner, local_box
 from ftrain.parallel.shape import Coordinate, MeshShape
 from storage.box import Box
-from storage.grid import is_small
+from storage.grid import is_small, tile_shape
 
 ALIGN = 32  # elements; parameters start on cache lines in bf16 and fp32
 ROW_UNITS = (64, 32, 16, 8, 4, 2, 1)
 MAX_TILE = 2**20  # elements of a row block: 4 MiB of fp32
 CHEAP_PADDING = 0.01
+MIN_TILE_BYTES = 2 << 10  # of fp32: its four checksums are 0.2 % of the 14 bytes per parameter, below it they come to 1 %
 MAX_PADDING, WANTED_ROWS = 0.04, 8  # what tiles of up to 8 rows may cost: smaller ones make too many chunks
 
 
@@ -185,8 +187,10 @@ def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> in
         distinct.setdefault(tuple(box.shape for _, box in held), held)
     legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in group if may_be_cut(spec))]
     costs = {unit: max(_padding(held, mesh.shards, unit) for held in distinct.values()) for unit in legal}
+    large = [unit for unit in legal if all(_tile_is_large(spec, unit) for spec in group if may_be_cut(spec))]
+    costs = {unit: cost for unit, cost in costs.items() if unit in large} or costs
     cheap = [unit for unit, cost in costs.items() if cost <= (MAX_PADDING if unit <= WANTED_ROWS else CHEAP_PADDING)]
-    return max(cheap) if cheap else min(legal, key=lambda unit: (costs[unit], -unit))
+    return max(cheap) if cheap else min(costs, key=lambda unit: (costs[unit], -unit))
 
 
 def _unit_is_legal(spec: ParameterSpec, mesh: MeshShape, unit: int) -> bool:
@@ -197,6 +201,12 @@ def _unit_is_legal(spec: ParameterSpec, mesh: MeshShape, unit: int) -> bool:
         return True
     starts = (spec.tp.interval(spec.shape[0], mesh.tp, index) for index in range(mesh.tp))
     return all(start % unit == 0 or start == stop for start, stop in starts)
+
+
+def _tile_is_large(spec: ParameterSpec, unit: int) -> bool:
+    """Whether a row block fills tiles large enough that checksums stay far below the format's 1 %."""
+    tp_dim = spec.tp.dim if spec.tp.kind is Kind.CUT else None
+    return 4 * prod(tile_shape(spec.shape, 4, tp_dim=tp_dim, row_tile=unit)) >= MIN_TILE_BYTES
 
 
 def _padding(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> float:

@@ -129,7 +129,7 @@ def planned(model: dict[str, int], ranks: int) -> tuple[Config, int]:
     return config, sum(rank_layout(config, place).nbytes for place in mesh_shape(config).coordinates())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 16, 64])
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_checkpoint_is_14_bytes_a_parameter(model: dict[str, int], ranks: int) -> None:
     """2 of the bf16 weight, 4 each of master and two moments; crcs, edges of tiles and padding together stay under 1 %."""
