@@ -22,7 +22,7 @@ from recovery.messages import WorkerSpec
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
 
-Source = Literal["init", "memory", "storage"]
+Source = Literal["init", "memory", "local", "storage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

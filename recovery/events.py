@@ -14,7 +14,7 @@ Conventions, for all events:
     Event
       run        RunStarted  ConfigChanged  EpochTaken  StopRequested  RunEnded
       attempt    AttemptStarted  Ready  StepFinished  StepsFinished  Evaluated  AttemptEnded
-      state      SnapshotCompleted  CheckpointCommitted  CheckpointFailed  CheckpointPassedOver
+      state      SnapshotCompleted  CheckpointCommitted  CheckpointFailed  CheckpointPassedOver  TierCommitted  StorageNotice
       trouble    ProcessDied  SignalSent  Suspected  InterruptionClassified  Decided  Relabelled
 """
 
@@ -98,7 +98,7 @@ class AttemptStarted(Event, frozen=True, kw_only=True):
 
     layout: str = ""
     ranks: int
-    source: Literal["init", "memory", "storage"]
+    source: Literal["init", "memory", "local", "storage"]
     restored_step: int = 0
     pids: dict[int, int] = {}
     nodes: tuple[str, ...] = ()
@@ -159,6 +159,25 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True):
     epoch: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    retries: int = 0
+    """Requests that storage had to be asked again, over all writers."""
+
+
+class TierCommitted(Event, frozen=True, kw_only=True):
+    """The state of `step` is in another place as well: the local tier, or the mirror."""
+
+    tier: Literal["local", "mirror"]
+    step: int
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class StorageNotice(Event, frozen=True, kw_only=True):
+    """Something about storage that a person should know and that stops nothing: what it is about, and a sentence."""
+
+    topic: Literal["create", "local", "mirror", "stale", "owner"]
+    text: str
+    step: int | None = None
 
 
 class CheckpointFailed(Event, frozen=True, kw_only=True):
@@ -269,6 +288,8 @@ AnyEvent = (
     | StepsFinished
     | SnapshotCompleted
     | CheckpointCommitted
+    | TierCommitted
+    | StorageNotice
     | CheckpointFailed
     | CheckpointPassedOver
     | Evaluated

@@ -30,7 +30,9 @@ from recovery.events import (
     Ready,
     Relabelled,
     StepRecord,
+    StorageNotice,
     Suspected,
+    TierCommitted,
     steps_of,
 )
 from recovery.state import RunState, apply
@@ -106,6 +108,10 @@ class CheckpointRows(Struct, kw_only=True):
     newest_step: int | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    retries: int = 0
+    tiers: dict[str, int] = {}
+    """Checkpoints in other places as well: local tier, mirror."""
+    notices: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     passed_over: list[dict[str, Any]] = []
 
@@ -206,7 +212,7 @@ class ReportBuilder:
                 self._sign(event)
             case InterruptionClassified() | Decided() | Relabelled():
                 self._trouble(event)
-            case CheckpointCommitted() | CheckpointFailed() | CheckpointPassedOver():
+            case CheckpointCommitted() | CheckpointFailed() | CheckpointPassedOver() | TierCommitted() | StorageNotice():
                 self._checkpoint(event)
         self._steps(event.attempt, fresh)
 
@@ -292,7 +298,9 @@ class ReportBuilder:
         if attempt := self._attempts.get(event.attempt):
             attempt.ended_by = verdict.class_
 
-    def _checkpoint(self, event: CheckpointCommitted | CheckpointFailed | CheckpointPassedOver) -> None:
+    def _checkpoint(
+        self, event: CheckpointCommitted | CheckpointFailed | CheckpointPassedOver | TierCommitted | StorageNotice
+    ) -> None:
         rows = self._checkpoints
         match event:
             case CheckpointCommitted():
@@ -300,6 +308,11 @@ class ReportBuilder:
                 rows.newest_step = event.step
                 rows.nbytes += event.nbytes
                 rows.seconds += event.seconds
+                rows.retries += event.retries
+            case TierCommitted():
+                rows.tiers[event.tier] = rows.tiers.get(event.tier, 0) + 1
+            case StorageNotice():
+                rows.notices.append({"t": event.t, "step": event.step, "topic": event.topic, "text": event.text})
             case CheckpointFailed():
                 rows.failed.append({"t": event.t, "step": event.step, "reason": event.reason})
             case CheckpointPassedOver():

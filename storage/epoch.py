@@ -25,7 +25,7 @@ from storage.objects import ObjectStore
 from storage.probe import creates_atomically
 from storage.record import MAX_RECORD_BYTES, decode_record, encode_record
 
-__all__ = ["EpochRecord", "Epochs", "create_record", "read_epochs", "take_epoch"]
+__all__ = ["EpochRecord", "Epochs", "copy_epoch", "create_record", "read_epochs", "take_epoch"]
 
 MAX_EPOCH = 10**9 - 1
 MAX_TRIES = 1000
@@ -119,6 +119,15 @@ def take_epoch(
         if create_record(store, epoch_key(number), record, record.nonce):
             return number, start
     raise StorageError(f"{store.url}: {MAX_TRIES} epochs were taken by others while this process tried to take one", EPOCHS)
+
+
+def copy_epoch(store: ObjectStore, epoch: int, *, starts_from: int | None, owner: dict[str, Any], now_s: float) -> None:
+    """Record an epoch that was taken in another store, in a store whose commits follow that one's. Replaces an earlier record.
+
+    Only for a tier that one coordinator writes, and whose history is that of the run it belongs to.
+    """
+    record = EpochRecord(epoch=epoch, starts_from=starts_from, owner=owner, nonce=uuid.uuid4().hex, created_s=now_s)
+    store.put(epoch_key(epoch), encode_record(record))
 
 
 class _Nonce(Struct, frozen=True, kw_only=True):

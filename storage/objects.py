@@ -176,6 +176,11 @@ class ObjectStore(ABC):
         """Look for credentials anew with the next request."""
 
     @property
+    def num_retries(self) -> int:
+        """Requests that were sent again so far, where that is counted."""
+        return 0
+
+    @property
     def endpoint(self) -> str:
         """What answers: promises that have been tried with one store hold for every store of the same endpoint."""
         return self.url

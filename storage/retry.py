@@ -106,6 +106,10 @@ class RetryingStore(WrappingStore):
         self._sleep = sleep or self._closed.wait  # `close` ends the waits, so that a process can end while its store is away
         self._pool = PerProcess(lambda: ThreadPoolExecutor(self._shape.in_flight, thread_name_prefix="ftrain-store"))
 
+    @property
+    def num_retries(self) -> int:
+        return self.stats.num_retries.total()
+
     def get(self, key: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
         return self._try(lambda: self.inner.get(key, max_bytes=max_bytes))
 

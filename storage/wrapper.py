@@ -79,6 +79,10 @@ class WrappingStore(ObjectStore):
         self.inner.refresh_credentials()
 
     @property
+    def num_retries(self) -> int:
+        return self.inner.num_retries
+
+    @property
     def endpoint(self) -> str:
         return self.inner.endpoint
 

@@ -24,26 +24,6 @@ BLOCK_NBYTES = 4 * 2**20
 THREADS = 2  # seal or stream two ranks' slots at once; more would only take cores from training
 
 
-class Pacer:
-    """Holds a stream of bytes to a rate, shared by all uploads of this process."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        """`bytes_per_s` 0 means no limit."""
-        self._rate = bytes_per_s
-        self._lock = threading.Lock()
-        self._next = 0.0
-
-    def wait(self, nbytes: int) -> None:
-        """Sleep until `nbytes` more may pass."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            begin = max(now, self._next)
-            self._next = begin + nbytes / self._rate
-        time.sleep(max(0.0, begin - now))
-
-
 class Keeper:
     """Seals every complete snapshot, stores those that are wanted, and says what came of it."""
 
@@ -52,13 +32,20 @@ class Keeper:
         store: Callable[[], ObjectStore],
         send: Callable[[KeeperMessage], None],
         *,
-        bytes_per_s: float = 0.0,
+        local: Callable[[], ObjectStore] | None = None,
+        local_every: int = 0,
         reached: Callable[[str, int], None] = lambda point, step: None,
     ) -> None:
-        """`store` opens the run's store, on first use: a keeper that only seals needs none. `send` must be thread-safe."""
-        self._open, self._send, self._reached = store, send, reached
-        self._store: ObjectStore | None = None
-        self._pacer = Pacer(bytes_per_s)
+        """`store` opens the run's store, on first use: a keeper that only seals needs none. `send` must be thread-safe.
+
+        `local` opens the local tier's, which gets every snapshot whose step is a multiple of `local_every`.
+        """
+        self._send, self._reached = send, reached
+        self._open = {"storage": store, "local": local or store}
+        self._local_every = local_every if local else 0
+        self._stores: dict[str, ObjectStore] = {}
+        self._retries = 0
+        self._opening = threading.Lock()
         self._slots: dict[str, ArenaSlot] = {}
         self._answers: dict[str, KeeperMessage] = {}
         self._busy: dict[str, threading.Lock] = {}
@@ -107,15 +94,34 @@ class Keeper:
             if header.state is not SlotState.COMPLETE:
                 return
             slot.seal()
+            digests: dict[str, int] = {}
+            if self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header):
+                digests = self._serve_local(name, slot, header)
             if header.upload is Upload.WANTED and not self._answered(name, header):
-                self._answers[name] = self._store_slot(slot, header)
+                self._answers[name] = self._store_slot(slot, header, "storage", digests)
                 self._send(self._answers[name])
+
+    def _serve_local(self, name: str, slot: ArenaSlot, header: SlotHeader) -> dict[str, int]:
+        """Write a snapshot to the local tier; returns the digests.
+
+        Nobody keeps the slot for this: if it was filled again meanwhile, what was written is thrown away, and nothing is said.
+        """
+        digests = slot_digests(slot)
+        answer = self._store_slot(slot, header, "local", digests)
+        now = slot.header()
+        same = (now.state, now.epoch, now.attempt, now.step) == (header.state, header.epoch, header.attempt, header.step)
+        if same:
+            self._answers[f"{name} local"] = answer
+            self._send(answer)
+        elif isinstance(answer, PackStored):
+            self._run_store("local").delete(step_folder(header.step) + answer.manifest.pack.name)
+        return digests if same else {}
 
     def _answered(self, name: str, header: SlotHeader) -> bool:
         answer = self._answers.get(name)
         return answer is not None and (answer.epoch, answer.attempt, answer.step) == (header.epoch, header.attempt, header.step)
 
-    def _store_slot(self, slot: ArenaSlot, header: SlotHeader) -> KeeperMessage:
+    def _store_slot(self, slot: ArenaSlot, header: SlotHeader, tier: str, digests: dict[str, int]) -> KeeperMessage:
         begin = time.monotonic()
         key = step_folder(header.step) + pack_name(header.epoch, header.attempt, header.rank)
         identity = {
@@ -126,25 +132,46 @@ class Keeper:
             "world": header.world,
         }
         try:
-            digests = slot_digests(slot)
-            self._run_store().put_stream(key, self._blocks(slot, header.step))
+            digests = digests or slot_digests(slot)
+            self._run_store(tier).put_stream(key, _Blocks(slot, lambda: self._reached("upload", header.step)))
         except Exception as error:  # whatever it is, the coordinator must hear of it: a thread's error has no other listener
-            return PackFailed(**identity, reason=f"{type(error).__name__}: {error}")
+            return PackFailed(**identity, reason=f"{type(error).__name__}: {error}", tier=tier)
         manifest = pack_manifest(slot, key.rsplit("/", 1)[1], digests)
-        return PackStored(**identity, manifest=manifest, progress=slot.progress(), seconds=time.monotonic() - begin)
+        return PackStored(
+            **identity,
+            manifest=manifest,
+            progress=slot.progress(),
+            seconds=time.monotonic() - begin,
+            tier=tier,
+            retries=self._new_retries(),
+        )
 
-    def _run_store(self) -> ObjectStore:
-        if self._store is None:
-            self._store = self._open()
-        return self._store
+    def _run_store(self, tier: str) -> ObjectStore:
+        with self._opening:
+            if tier not in self._stores:
+                self._stores[tier] = self._open[tier]()
+            return self._stores[tier]
 
-    def _blocks(self, slot: ArenaSlot, step: int) -> Iterator[memoryview]:
-        payload = slot.payload().data
-        for start in range(0, len(payload), BLOCK_NBYTES):
-            block = payload[start : start + BLOCK_NBYTES]
-            self._pacer.wait(len(block))
-            yield block
-            self._reached("upload", step)
+    def _new_retries(self) -> int:
+        """Requests to the run's store that were sent again since the last call."""
+        with self._opening:
+            store = self._stores.get("storage")
+            total = store.num_retries if store else 0
+            new, self._retries = total - self._retries, total
+            return new
+
+
+class _Blocks:
+    """A slot's payload in blocks; may be read again, so that a stream that broke can be sent again."""
+
+    def __init__(self, slot: ArenaSlot, each: Callable[[], None]) -> None:
+        self._payload = slot.payload().data
+        self._each = each
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for start in range(0, len(self._payload), BLOCK_NBYTES):
+            yield self._payload[start : start + BLOCK_NBYTES]
+            self._each()
 
 
 def slot_digests(slot: ArenaSlot) -> dict[str, int]:

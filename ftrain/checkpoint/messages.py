@@ -37,6 +37,8 @@ class PackStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     manifest: PackManifest
     progress: dict[str, Any]
     seconds: float
+    tier: str = "storage"  # or local
+    retries: int = 0  # requests that had to be sent again, since the last message
 
 
 class PackFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -48,6 +50,7 @@ class PackFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     rank: int
     world: int
     reason: str
+    tier: str = "storage"
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -55,7 +58,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     rank: int
     step: int
-    source: str  # init, memory or storage
+    source: str  # init, memory, local or storage
     passed_over: list[tuple[int, str]] = []
     proof: str = ""  # what was compared: digests or crcs
 

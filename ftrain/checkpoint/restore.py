@@ -9,7 +9,7 @@ chunk's crc32c, and where the manifest has digests, the layout-free digest of wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
-from ftrain.checkpoint.memory import ArenaStore, newest_snapshot, snapshot_manifest
+from ftrain.checkpoint.memory import ArenaStore, MemorySnapshot, newest_snapshot, snapshot_manifest
 from ftrain.parallel.arrays import StatePiece
 from storage.checkpoint import Checkpoint
 from storage.digest import digest_box
-from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
+from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
 from storage.manifest import Manifest
 from storage.pack import ArraySpec
 from storage.reader import Want
@@ -46,7 +46,7 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a restore did. `source` is memory, storage or init (nothing was there to load)."""
+    """What a restore did. `source` is memory, local, storage or init (nothing was there to load)."""
 
     source: str
     step: int
@@ -82,28 +82,67 @@ def restore(
     storage_step: int | None,
     rank: int,
     world: int,
+    local: tuple[RunStore, int] | None = None,
 ) -> Restored:
     """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
 
-    `storage_step`: the newest committed step, as the coordinator saw it; memory is preferred if it is as new.
-    Returns source "init" if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them
-    loads.
+    `storage_step`: the newest committed step, as the coordinator saw it; `local`: the local tier and its newest step. Of equal
+    steps memory comes first, then the local tier. Returns source "init" if there is nothing to load. Raises NoCheckpoint if
+    there are checkpoints and none of them loads.
     """
     passed_over: list[tuple[int, str]] = []
     snapshot = newest_snapshot(slots)
-    if snapshot is not None and snapshot.step >= (storage_step if storage_step is not None else 0):
-        for name in snapshot.slots[rank::world]:
-            slots[name].seal()
-        agreed(None)  # nobody reads before all slots are sealed
-        tier = ArenaStore(slots)
-        problem = agreed(_attempt(lambda: _load(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
-        if problem is None:
-            progress = slots[snapshot.slots[0]].progress()
-            return Restored(source="memory", step=snapshot.step, progress=progress, proof="crc32c of every chunk")
-        passed_over.append((snapshot.step, f"memory tier: {problem}"))
+    nearer = [(snapshot.step, 1)] if snapshot is not None else []
+    nearer += [(local[1], 0)] if local is not None else []
+    for step, in_memory in sorted(nearer, reverse=True):
+        if storage_step is not None and step < storage_step:
+            continue
+        if in_memory:
+            assert snapshot is not None
+            found = _from_memory(engine, snapshot, slots, rank=rank, world=world)
+        else:
+            assert local is not None
+            found = _from_local(engine, *local)
+        if isinstance(found, Restored):
+            return replace(found, passed_over=tuple(passed_over))
+        passed_over.append((step, found))
     if run is None or storage_step is None:
         return Restored(source="init", step=0, passed_over=tuple(passed_over))
     return _from_storage(engine, run, storage_step, passed_over)
+
+
+def _from_memory(
+    engine: Restorable, snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot], *, rank: int, world: int
+) -> Restored | str:
+    """The newest snapshot, or what is wrong with it."""
+    for name in snapshot.slots[rank::world]:
+        slots[name].seal()
+    agreed(None)  # nobody reads before all slots are sealed
+    tier = ArenaStore(slots)
+    problem = agreed(_attempt(lambda: _load(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
+    if problem is not None:
+        return f"memory tier: {problem}"
+    progress = slots[snapshot.slots[0]].progress()
+    return Restored(source="memory", step=snapshot.step, progress=progress, proof="crc32c of every chunk")
+
+
+def _from_local(engine: Restorable, run: RunStore, step: int) -> Restored | str:
+    """A checkpoint of the local tier, or what is wrong with it. Trouble with that disk is a reason, too: there is storage."""
+    opened: list[Checkpoint] = []
+
+    def load() -> None:
+        opened.append(run.open(step))
+        _load(engine, opened[0])
+
+    try:
+        problem = _attempt(load)
+    except StorageError as error:
+        problem = str(error)
+    problem = agreed(problem) or _prove(engine, opened[0].manifest)
+    if problem is not None:
+        return f"local tier: {problem}"
+    proof = f"digests of {len(opened[0].manifest.digests)} arrays"
+    return Restored(source="local", step=step, progress=opened[0].progress, proof=proof)
 
 
 def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: list[tuple[int, str]]) -> Restored:

@@ -39,7 +39,7 @@ def decide(config: Checkpoint, facts: StepFacts) -> SaveDecision:
     """The save decision after a step. The last save of a run is never skipped."""
     must = facts.stop or facts.save or facts.step >= facts.last_step
     upload = must or is_due(facts.step, config.every_steps)
-    snapshot = upload or is_due(facts.step, config.snapshot_steps)
+    snapshot = upload or is_due(facts.step, config.snapshot_steps) or is_due(facts.step, config.local_every_steps)
     busy = snapshot and (facts.no_slot or (upload and facts.uploading))
     if not busy or must or config.if_busy == "wait":
         return SaveDecision(snapshot=snapshot, upload=upload, wait=busy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     local_dir: str
     storage_step: int | None  # newest committed step there, or None
     stored_step: int  # newest committed step of this run, 0 if there is none
+    local_step: int | None  # newest step of the local tier, or None
     own_slots: list[str]  # this rank's arena slots
     source_slots: list[str]  # all slots a snapshot may be restored from
     layout: str
@@ -28,6 +30,9 @@ class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):
     local_dir: str
     upload_mib_s: float
     faults: list[dict[str, Any]]
+    storage: dict[str, Any] = {}
+    local_url: str = ""
+    local_every_steps: int = 0
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,3 +54,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     origin_step: int = 0
     take_over: bool = False
     command: str = ""  # of a person: goes on with the run
+
+
+def record_once(folder: str, changes: list[dict[str, Any]]) -> bool:
+    """Whether the changes of a launch are still to be put into the ledger: its first coordinator does, the next ones do not."""
+    marker, wanted = Path(folder) / "changes-recorded", msgspec.json.encode(changes)
+    if not changes or (marker.exists() and marker.read_bytes() == wanted):
+        return False
+    marker.write_bytes(wanted)
+    return True

@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftrain.checkpoint.messages import PackStored, Settled
-from recovery.events import CheckpointCommitted, CheckpointFailed, Event
+from recovery.events import CheckpointCommitted, CheckpointFailed, Event, StorageNotice, TierCommitted
+from storage.manifest import Manifest
 from storage.merge import merge
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
+
+OLDEST_UPLOAD_S = 24 * 3600.0  # an unfinished upload that began before may be swept: no writer works on one pack for a day
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +41,28 @@ class Job:
     step: int
     parts: tuple[PackStored, ...]
     begin: float
+    changed: bool = False  # an update with lr > 0 was applied since the checkpoint before
 
 
 class Committer:
-    """One thread with a queue. `submit`, `results` and `idle` may be called from the coordinator's thread only."""
+    """One thread with a queue. `submit`, `results` and `idle` may be called from the coordinator's thread only.
 
-    def __init__(self, run: RunStore, policies: Sequence[RetentionPolicy], *, grace_s: float, wake: Callable[[], None]) -> None:
+    One for the run's own storage, and one for the local tier.
+    """
+
+    def __init__(
+        self,
+        run: RunStore,
+        policies: Sequence[RetentionPolicy],
+        *,
+        grace_s: float,
+        wake: Callable[[], None],
+        local: bool = False,
+        digests: dict[str, int] | None = None,
+    ) -> None:
+        """`digests`: of the newest checkpoint, if there is one: the next must differ from it."""
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
+        self._local, self._digests = local, digests
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._open = 0
@@ -64,6 +82,10 @@ class Committer:
             done.append(self._results.get())
         self._open -= len(done)
         return done
+
+    def forget_digests(self) -> None:
+        """The run went back: the next checkpoint may equal one that is no part of its history."""
+        self._digests = None
 
     @property
     def idle(self) -> bool:
@@ -92,27 +114,51 @@ class Committer:
                 progress=job.parts[0].progress,
                 created_s=time.time(),
             )
+            if job.changed and manifest.digests == self._digests:
+                return self._stale(job, settled)
             self._run.commit(manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
-            event: Event = CheckpointFailed(
-                t=time.time(), attempt=job.attempt, step=job.step, reason=f"{type(error).__name__}: {error}"
+            return Outcome(events=(self._failed(job, f"{type(error).__name__}: {error}"),), settled=settled, committed=False)
+        self._digests = manifest.digests
+        return Outcome(events=(self._done(job, manifest),), settled=settled, committed=True)
+
+    def _stale(self, job: Job, settled: Settled) -> Outcome:
+        """A snapshot that was not taken: committing it would call an old state a new one."""
+        text = (
+            f"the snapshot of step {job.step} is bit for bit the checkpoint before it, although an update with a learning rate "
+            "above 0 was applied in between: it is not committed. The copy into the arena is broken, or gradients are all zero"
+        )
+        alarm = StorageNotice(t=time.time(), attempt=job.attempt, topic="stale", text=text, step=job.step)
+        return Outcome(events=(alarm, self._failed(job, text)), settled=settled, committed=False)
+
+    def _failed(self, job: Job, reason: str) -> Event:
+        if self._local:
+            text = f"step {job.step} is not in the local tier: {reason}"
+            return StorageNotice(t=time.time(), attempt=job.attempt, topic="local", text=text, step=job.step)
+        return CheckpointFailed(t=time.time(), attempt=job.attempt, step=job.step, reason=reason)
+
+    def _done(self, job: Job, manifest: Manifest) -> Event:
+        now, seconds = time.time(), time.time() - job.begin
+        if self._local:
+            return TierCommitted(
+                t=now, attempt=job.attempt, tier="local", step=job.step, nbytes=manifest.nbytes, seconds=seconds
             )
-            return Outcome(events=(event,), settled=settled, committed=False)
-        event = CheckpointCommitted(
-            t=time.time(),
+        return CheckpointCommitted(
+            t=now,
             attempt=job.attempt,
             step=job.step,
             epoch=job.epoch,
             nbytes=sum(part.manifest.pack.nbytes for part in job.parts),
-            seconds=time.time() - job.begin,
+            seconds=seconds,
+            retries=sum(part.retries for part in job.parts),
         )
-        return Outcome(events=(event,), settled=settled, committed=True)
 
     def _collect(self) -> None:
         if not self._policies or not self._jobs.empty():
             return
         try:
             self._run.collect(self._policies, now_s=time.time(), grace_s=self._grace_s, live=frozenset())
+            self._run.store.sweep_unfinished(older_than_s=max(self._grace_s, OLDEST_UPLOAD_S))
             self.collect_error = ""
         except (
             Exception

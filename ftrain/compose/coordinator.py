@@ -20,7 +20,8 @@ from ftrain.compose.exporter import Exporter
 from ftrain.compose.launch import keeper_argv
 from ftrain.compose.ledgers import StoreSink
 from ftrain.compose.packets import Packets
-from ftrain.config import Config, KeepBest, KeepEvery, KeepLast
+from ftrain.compose.stores import limit_traffic, open_configured
+from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
@@ -32,7 +33,7 @@ from recovery.spec import CoordinatorSpec
 from recovery.state import RunState, fold
 from storage import retention
 from storage.errors import StorageError
-from storage.objects import ObjectStore, open_store
+from storage.objects import ObjectStore
 from storage.run import RunStore
 
 WORKER_MODULE = "ftrain.compose.worker"
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> int:
     launch = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
     config = msgspec.convert(launch.config, Config)
     try:
-        store = open_store(config.run.url)
+        limit_traffic(config)
+        store = open_configured(config.storage, config.run.url)
     except StorageError as error:
         logging.error("%s", error)
         return ExitCode.STORAGE
@@ -111,6 +113,10 @@ def policies(config: Config) -> list[retention.RetentionPolicy]:
                 made.append(retention.KeepEvery(policy.steps))
             case KeepBest():
                 made.append(retention.KeepBest(policy.n))
+            case KeepPinned():
+                made.append(retention.KeepPinned(frozenset(policy.steps)))
+            case KeepYoung():
+                made.append(retention.KeepYoung(policy.hours * 3600.0))
     return made
 
 

@@ -31,17 +31,19 @@ from ftrain.checkpoint.messages import (
     decode_worker,
     encode,
 )
-from ftrain.compose.args import Launch, Memo, WorkerArgs
+from ftrain.compose.args import Launch, Memo, WorkerArgs, record_once
 from ftrain.compose.committer import Committer, Job
 from ftrain.compose.doubts import Doubts
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
+from ftrain.compose.places import Places
 from ftrain.compose.steps import finite, step_events
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
 from recovery.events import Event
 from recovery.owner import this_process
+from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
@@ -81,6 +83,8 @@ class RunDelegate(Delegate):
         self._lost: dict[int, str] = {}  # steps of this attempt whose save failed, and why
         self._last_step: StepDone | None = None
         self._doubts = Doubts()
+        self._places = Places(config, run, policies)
+        self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
         self._told: list[Event] = []  # for the next tick
 
     @property
@@ -101,9 +105,11 @@ class RunDelegate(Delegate):
         newest = self._run.open() if any(info.state in ("valid", "damaged") for info in infos) else None
         self._committed = newest.step if newest else None
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
-        owner = this_process()
+        owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
-        self._committer = Committer(self._run, self._policies, grace_s=self._config.checkpoint.grace_s, wake=links.wake)
+        grace_s, digests = self._config.checkpoint.grace_s, newest.manifest.digests if newest else None
+        self._committer = Committer(self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests)
+        self._told += self._places.begin(self._epoch, before, self._committed, links.wake)
         started = events.RunStarted(
             t=time.time(),
             run_id=self._url,
@@ -116,21 +122,12 @@ class RunDelegate(Delegate):
             readopted=resumed,
         )
         taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
-        changed = [events.ConfigChanged(t=started.t, changes=tuple(self._launch.changes))] if self._is_first() else []
+        changes = tuple(self._launch.changes) if record_once(self._local, self._launch.changes) else ()
         passed = [
             events.CheckpointPassedOver(t=started.t, step=step, reason=reason)
             for step, reason in (newest.passed_over if newest else [])
         ]
-        return [started, taken, *changed, *passed]
-
-    def _is_first(self) -> bool:
-        """Whether this is the first coordinator of this launch that has changes to record."""
-        marker = Path(self._local) / "changes-recorded"
-        wanted = msgspec.json.encode(self._launch.changes)
-        if not self._launch.changes or (marker.exists() and marker.read_bytes() == wanted):
-            return False
-        marker.write_bytes(wanted)
-        return True
+        return [started, taken, *([events.ConfigChanged(t=started.t, changes=changes)] if changes else []), *passed]
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the
@@ -144,12 +141,11 @@ class RunDelegate(Delegate):
         sizes = rank_slot_nbytes(self._config)
         memfds = {slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)}
         stored = self._origin[1]
-        in_memory = self._memory_step is not None and self._memory_step >= (stored or 0)
-        restored = self._memory_step if in_memory else stored
+        source, restored = self._places.newest(self._memory_step, stored)
         return AttemptPlan(
             layout=self._layout,
             workers=tuple(self._worker(rank, list(memfds)) for rank in range(world)),
-            source="memory" if in_memory else "init" if restored is None else "storage",
+            source=source,
             restored_step=restored or 0,
             memfds=memfds,
             release=release,
@@ -172,6 +168,10 @@ class RunDelegate(Delegate):
 
     def _take_epoch(self, step: int | None) -> list[Event]:
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
+        self._moved.clear()
+        if self._committer is not None:
+            self._committer.forget_digests()
+        self._told += self._places.rolled_back(self._epoch, step or 0)
         return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=step)]
 
     @property
@@ -188,6 +188,7 @@ class RunDelegate(Delegate):
             local_dir=self._local,
             storage_step=self._origin[1],
             stored_step=self._committed or 0,
+            local_step=self._places.local_step,
             own_slots=[name for name in slots if f"-r{rank:05d}-" in name],
             source_slots=slots,
             layout=self._layout,
@@ -220,6 +221,7 @@ class RunDelegate(Delegate):
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
         self._last_step = done
+        self._moved |= {done.step} if done.applied and done.lr > 0 else set()
         self._metrics.append(done, attempt=attempt, layout=self._layout)
         return [*self._doubts.on_step(done, attempt), *step_events(done, attempt)]
 
@@ -242,12 +244,13 @@ class RunDelegate(Delegate):
         self._ready[attempt][ready.rank] = ready
         if len(self._ready[attempt]) == self._config.parallel.ranks:
             found += self._rolled_back(ready)
+            found += self._places.resumed_from(self._epoch, ready.step)
             found.append(events.Ready(t=time.time(), attempt=attempt, step=ready.step))
         return found
 
     def _rolled_back(self, ready: Ready) -> list[Event]:
         """A newer commit than the one the workers could load still counts, until an epoch goes on from the older one."""
-        if ready.source != "storage" or self._committed is None or ready.step >= self._committed:
+        if ready.source not in ("storage", "local") or self._committed is None or ready.step >= self._committed:
             return []
         self._committed = ready.step
         return self._take_epoch(ready.step)
@@ -263,6 +266,9 @@ class RunDelegate(Delegate):
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
         group = (message.attempt, message.step)
+        if message.tier == "local":
+            return [] if self._doubts.is_void(*group) else self._places.on_keeper(message)
+        self._places.count_retries(message)
         if group in self._settled or self._doubts.is_void(*group):
             self._settle(Settled(attempt=message.attempt, step=message.step))
             return []
@@ -278,6 +284,7 @@ class RunDelegate(Delegate):
                     step=message.step,
                     parts=tuple(parts[rank] for rank in sorted(parts)),
                     begin=self._begun.pop(group, time.time()),
+                    changed=any((self._committed or 0) < step <= message.step for step in self._moved),
                 )
             )
         return []
@@ -306,11 +313,13 @@ class RunDelegate(Delegate):
 
     def tick(self, now: float) -> Sequence[Event]:
         """Hand over what the committer has done; leave in time if the machine is taken away."""
-        found = [*self._told, *self._endwatch.tick(now, self.links.request_stop)]
+        found = [*self._told, *self._endwatch.tick(now, self.links.request_stop), *self._places.tick(self.links.request_stop)]
         self._told.clear()
         for outcome in self._committer.results() if self._committer else []:
             if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
+                self._moved = {step for step in self._moved if step > self._committed}
+                self._places.committed(outcome.settled.step)
             else:
                 self._lost |= {
                     event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)
@@ -332,6 +341,7 @@ class RunDelegate(Delegate):
     def on_agent_lost(self) -> Sequence[Event]:
         """The memory tier is gone, and with it every pack that was not yet whole in storage."""
         self._memory_step = None
+        self._places.agent_lost()
         self._parts.clear()
         self._taken.clear()
         return []
@@ -378,11 +388,13 @@ class RunDelegate(Delegate):
             "step_s": last.t_end - last.t_begin if last else None,
             "tokens_per_step": last.tokens if last else None,
             "collect_error": self._committer.collect_error if self._committer else "",
+            **self._places.status(),
         }
 
     def close(self) -> None:
         """Finish what is queued for storage."""
         if self._committer is not None:
             self._committer.close()
+        self._places.close()
         self._endwatch.close()
         self._metrics.close()

@@ -15,11 +15,13 @@ import msgspec
 from ftrain.checkpoint.keeper import Keeper
 from ftrain.checkpoint.messages import KeeperMessage, Settled, decode_request, decode_snapshot, encode
 from ftrain.compose.args import KeeperArgs
-from ftrain.config import Fault
+from ftrain.compose.stores import open_configured
+from ftrain.config import Fault, Storage
 from ftrain.faults import Faults
 from recovery.messages import KeeperForget, KeeperMemfds, Payload, ToKeeperFromWorker, ToKeeperProcess
 from recovery.wire import Channel, Frame, channel
-from storage.objects import ObjectStore, open_store
+from storage.objects import open_store
+from storage.traffic import configure
 
 
 def main(argv: list[str]) -> int:
@@ -29,10 +31,15 @@ def main(argv: list[str]) -> int:
     outbox = Outbox(link)
     faults = Faults([msgspec.convert(fault, Fault) for fault in args.faults], Path(args.local_dir) / "faults")
 
-    def open_run() -> ObjectStore:
-        return open_store(args.url)
-
-    keeper = Keeper(open_run, outbox.put, bytes_per_s=args.upload_mib_s * 2**20, reached=faults.reached)
+    storage = msgspec.convert(args.storage, Storage)
+    configure(in_flight_bytes=int(storage.in_flight_mib * 2**20), upload_bytes_per_s=args.upload_mib_s * 2**20)
+    keeper = Keeper(
+        lambda: open_configured(storage, args.url),
+        outbox.put,
+        local=(lambda: open_store(args.local_url)) if args.local_url else None,
+        local_every=args.local_every_steps,
+        reached=faults.reached,
+    )
     while not link.closed:
         for frame in outbox.wait():
             handle(keeper, frame.message, frame.fds)

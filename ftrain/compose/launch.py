@@ -16,14 +16,16 @@ from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.errors import RefusedError
+from ftrain.compose.holder import check_holder
 from ftrain.compose.paths import absolute_url, local_dir
+from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, open_known
 from ftrain.config import Config
 from ftrain.load import fingerprint, require_available
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.owner import claim
 from storage.errors import ConfigurationError
-from storage.objects import check_store, open_store
+from storage.objects import check_store
 from storage.run import RunStore
 
 STDLIB = "stdlib"  # the source that every machine has
@@ -45,9 +47,11 @@ def prepare(
     config = with_absolute_url(config)
     check_data(config)
     check_memory(config)
-    store = open_store(config.run.url)
+    limit_traffic(config)
+    store = open_configured(config.storage, config.run.url)
     try:
         check_store(store)
+        check_holder(store, take_over=take_over)
         found = resume.look(RunStore(store), config)
     finally:
         store.close()
@@ -73,6 +77,9 @@ def prepare(
         local_dir=str(folder),
         upload_mib_s=config.checkpoint.upload_mib_s,
         faults=msgspec.to_builtins(config.faults),
+        storage=msgspec.to_builtins(config.storage),
+        local_url=local_tier_url(config),
+        local_every_steps=config.checkpoint.local_every_steps,
     )
     _write(folder / "keeper.json", keeper)
     return folder
@@ -112,14 +119,20 @@ def keeper_argv(folder: Path) -> list[str]:
 
 
 def with_absolute_url(config: Config) -> Config:
-    """The config with a URL that means the same in every process."""
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, url=absolute_url(config.run.url)))
+    """The config with URLs that mean the same in every process."""
+    replace, checkpoint = msgspec.structs.replace, config.checkpoint
+    others = {name: absolute_url(url) for name in ("local_url", "mirror_url") if (url := getattr(checkpoint, name))}
+    return replace(
+        config,
+        run=replace(config.run, url=absolute_url(config.run.url)),
+        checkpoint=replace(checkpoint, **others),
+    )
 
 
 def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
     """The checkpoint another run is to be continued from; raises NoCheckpoint if it is not there."""
     url, step = absolute_url(origin[0]), origin[1]
-    store = open_store(url)
+    store = open_known(url)
     try:
         return url, RunStore(store).open(step).step
     finally:

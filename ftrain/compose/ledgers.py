@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ftrain.compose.paths import absolute_url, local_dir_of
+from ftrain.compose.stores import open_known
 from recovery.events import AnyEvent, LedgerFormatError, decode_line
 from recovery.ledger import read_all
 from storage.errors import StorageError
-from storage.objects import ObjectStore, open_store
+from storage.objects import ObjectStore
 
 PREFIX = "ledger/"
 
@@ -39,7 +40,7 @@ def read_ledger(url: str, local_override: str = "") -> list[AnyEvent]:
     folder = local_dir_of(url, local_override) / "ledger"
     sink: StoreSink | None = None
     try:
-        sink = StoreSink(open_store(url))
+        sink = StoreSink(open_known(url))
         return read_all(folder if folder.is_dir() else None, sink)
     except StorageError:
         if not folder.is_dir():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ftrain.compose.paths import absolute_url
+from ftrain.compose.stores import open_known
 from storage.errors import Damaged
-from storage.objects import open_store
 from storage.run import RunStore
 
 
@@ -12,7 +11,7 @@ def stored_digests(url: str, step: int | None = None) -> tuple[int, dict[str, st
     """(step, digest of every array as 16 hex digits) of a run's checkpoint, from the bytes in storage, not from the
     manifest.
     """
-    store = open_store(absolute_url(url))
+    store = open_known(url)
     try:
         checkpoint = RunStore(store).open(step)
         report = checkpoint.verify()

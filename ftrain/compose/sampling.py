@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ftrain.compose.paths import absolute_url
+from ftrain.compose.stores import open_known
 from ftrain.config import Config
 from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
-from storage.objects import open_store
 from storage.run import RunStore
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, 
     from ftrain.data.tokenizer import load_tokenizer
     from ftrain.train.sample import generate
 
-    store = open_store(absolute_url(url))
+    store = open_known(url)
     try:
         checkpoint = RunStore(store).open(step)
         config = config_of(checkpoint)
@@ -61,7 +60,7 @@ def heldout_comparison(config: Config) -> tuple[float, float, float]:
     from ftrain.data.dataset import Dataset
     from ftrain.data.stdlib import cache_root
 
-    store = open_store(absolute_url(config.run.url))
+    store = open_known(config.run.url)
     try:
         progress = RunStore(store).open(None).progress
     finally:

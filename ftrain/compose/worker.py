@@ -20,6 +20,7 @@ from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, enco
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.compose.args import WorkerArgs
+from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
 from ftrain.data.stdlib import cache_root
@@ -175,11 +176,14 @@ def _join(context: WorkerContext, port: int, world: int, timeout_s: float, backe
 
 
 def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:
-    run = RunStore(open_store(args.restore_url)) if args.storage_step is not None else None
+    config = engine.config
+    limit_traffic(config)
+    run = RunStore(open_configured(config.storage, args.restore_url)) if args.storage_step is not None else None
     restored = restore(
         engine,
         slots={name: slots[name] for name in args.source_slots},
         run=run,
+        local=(RunStore(open_store(local_tier_url(config))), args.local_step) if args.local_step is not None else None,
         storage_step=args.storage_step,
         rank=rank,
         world=world,

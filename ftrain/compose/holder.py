@@ -1,0 +1,92 @@
+"""One owner of a run, whichever host it is on.
+
+`recovery.owner` keeps two coordinators of one host apart, by a lock in the run's local folder. Two hosts share nothing but the
+run's storage, so the owner renews a lease there, and whoever starts reads it first: a live one elsewhere is refused by name,
+unless its lease is over or the user takes over. Correctness does not hang on it: epochs fence whoever is late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from recovery.launch import start_time
+from recovery.owner import HeldError, Owner, this_process
+from storage.errors import StorageError
+from storage.lease import Held, read_holder, release, renew
+from storage.objects import ObjectStore
+
+__all__ = ["Holder", "check_holder"]
+
+RENEWALS = 3  # in each lease: two may fail before anybody thinks we are gone
+
+
+def check_holder(store: ObjectStore, *, take_over: bool) -> None:
+    """HeldError if another live coordinator holds the run: who, where, since when, and until when it is believed."""
+    held = read_holder(store)
+    if held is None or held.over or take_over:
+        return
+    owner, here = _owner(held), this_process()
+    if owner is None:
+        return
+    if owner.host == here.host:
+        if owner.boot_id != here.boot_id or start_time(owner.pid) != owner.start_time:
+            return  # it is dead, and this host knows
+        raise HeldError(
+            f"{store.url} is held by {owner.describe()}; use `ftrain status` to watch it or `ftrain stop` to end it"
+        )
+    raise HeldError(
+        f"{store.url} is held by {owner.describe()}: it renewed its lease {held.record.lease_s - held.left_s:.0f} s ago. Stop "
+        f"it there, wait {max(held.left_s, 0):.0f} s for the lease to end if it is dead, or pass --take-over if it surely is"
+    )
+
+
+def _owner(held: Held) -> Owner | None:
+    try:
+        return msgspec.convert(held.record.owner, Owner)
+    except msgspec.ValidationError:
+        return None
+
+
+class Holder:
+    """Renews this process's lease on a thread of its own, and notices when somebody else has taken the run."""
+
+    def __init__(self, store: ObjectStore, *, epoch: int, lease_s: float) -> None:
+        self._store, self._lease_s = store.quick(), lease_s
+        self.epoch = epoch
+        self.taken_by = ""
+        """Who holds the run now, if it is not this process any more."""
+        self._owner: dict[str, Any] = msgspec.to_builtins(this_process())
+        self._closing = threading.Event()
+        self._renew()
+        self._thread = threading.Thread(target=self._work, name="lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let go of the run, so that the next need not wait."""
+        self._closing.set()
+        self._thread.join(30.0)
+        try:
+            if not self.taken_by:
+                release(self._store, epoch=self.epoch, owner=self._owner)
+        except StorageError:
+            return  # the lease runs out by itself
+
+    def _work(self) -> None:
+        while not self._closing.wait(self._lease_s / RENEWALS) and not self.taken_by:
+            self._renew()
+
+    def _renew(self) -> None:
+        try:
+            held = read_holder(self._store)
+            if held is not None and held.record.epoch > self.epoch:
+                owner = _owner(held)
+                self.taken_by = owner.describe() if owner else f"the owner of epoch {held.record.epoch}"
+                return
+            renew(self._store, epoch=self.epoch, owner=self._owner, lease_s=self._lease_s)
+            self.renewed = time.monotonic()
+        except StorageError:
+            return  # storage is away: the next renewal tries again, and a save says what is wrong

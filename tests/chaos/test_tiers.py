@@ -1,0 +1,83 @@
+"""Memory, a local disk, storage, a mirror: each with its own interval; the newest that verifies is taken, none is missed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from ftrain.compose.stores import local_tier_url
+from ftrain.load import load
+from recovery.client import ask
+from recovery.events import AttemptStarted, CheckpointPassedOver, RunEnded, StorageNotice, TierCommitted
+from storage.objects import open_store
+from storage.run import RunStore
+from storage.testing import flip_bit
+from tests.runs import TinyRun, kill_tree
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: str) -> TinyRun:
+    made = TinyRun(folder=tmp_path, corpus=corpus, ranks=2, steps=30, extra="[storage]\nlease_s = 10")
+    text = made.config.read_text().replace(
+        "grace_s = 0", f'grace_s = 0\nlocal_url = "{tmp_path}/nvme"\nlocal_every_steps = 6\nmirror_url = "{tmp_path}/mirror"'
+    )
+    made.config.write_text(text)
+    return made
+
+
+def tier(run: TinyRun) -> RunStore:
+    return RunStore(open_store(local_tier_url(load(str(run.config)))))
+
+
+def committed(run: TinyRun, name: str) -> list[int]:
+    return [event.step for event in run.events() if isinstance(event, TierCommitted) and event.tier == name]
+
+
+def test_each_tier_gets_what_its_interval_says(run: TinyRun, unbroken: dict[str, str]) -> None:
+    code, output = run.run()
+    assert code == 0, output
+    local = tier(run)
+    assert [info.step for info in local.checkpoints() if info.state == "valid"] == [24, 30]
+    assert local.open().verify().ok
+    assert committed(run, "local")[-1] == 30
+    mirror = RunStore(open_store(f"{run.folder}/mirror"))
+    assert mirror.open().step == 30
+    assert mirror.open().verify().ok
+    assert set(committed(run, "mirror")) <= {9, 18, 27, 30}  # the last copy ends with the run, after its ledger
+    assert not [event for event in run.events() if isinstance(event, StorageNotice)]
+    assert stored_digests(run.url) == (30, unbroken)
+    assert stored_digests(f"{run.folder}/mirror") == (30, unbroken)
+
+
+@pytest.mark.parametrize("damage", ["none", "flipped", "lost"])
+def test_after_a_power_cut_the_newest_that_verifies_is_taken(run: TinyRun, unbroken: dict[str, str], damage: str) -> None:
+    parent = run.start()
+    run.wait_for(lambda events: any(isinstance(event, TierCommitted) and event.step >= 12 for event in events))
+    assert ask(run.local, "status")["run"]["local_step"] >= 12
+    kill_tree(run, parent)
+    local = tier(run)
+    newest = local.open()
+    stored = RunStore(open_store(run.url)).open().step
+    if damage == "flipped":
+        pack, part = next(p for p in newest.manifest.parts if p[1].array.startswith("master/"))  # weights are not read
+        flip_bit(local.store, newest.prefix + pack.name, 8 * part.position)
+    if damage == "lost":
+        shutil.rmtree(run.folder / "nvme")
+    code, output = run.run()
+    assert code == 0, output
+    started = [event for event in run.events() if isinstance(event, AttemptStarted)][-1]
+    if damage == "none":
+        assert (started.source, started.restored_step) == (
+            "local" if newest.step >= stored else "storage",
+            max(newest.step, stored),
+        )
+    if damage == "flipped" and newest.step >= stored:
+        assert newest.step in [event.step for event in run.events() if isinstance(event, CheckpointPassedOver)]
+    assert stored_digests(run.url) == (30, unbroken)
+    assert [event.outcome for event in run.events() if isinstance(event, RunEnded)] == ["finished"]
+    assert tier(run).open().step == 30
