@@ -26,11 +26,12 @@ ACCEPT = {"on_resume": "accept"}
 REFUSED = {"on_resume": "refused"}
 
 Axis = Literal["tp", "cp", "pp", "dp"]
+Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
 FaultPoint = Literal[
     "step", "gradients", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"
 ]
-FaultKind = Literal["kill", "stop", "exit", "raise", "loop", "nan", "flip"]
+FaultKind = Literal["kill", "stop", "exit", "raise", "loop", "lock", "nan", "flip"]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,6 +148,14 @@ class Parallel(Section, frozen=True, kw_only=True):
         tuple[int, ...],
         Meta(description="layers of each (virtual) stage, in order; empty: as even as can be, the ends last", extra=RECORDED),
     ] = ()
+    recompute: Annotated[
+        Recompute,
+        Meta(
+            description="what backward does again instead of keeping it: nothing, the core of attention, or whole layers; the "
+            "same bits",
+            extra=RECORDED,
+        ),
+    ] = "none"
     overlap_reduce: Annotated[
         bool, Meta(description="sum gradients over the replicas beside the last backward; the same bits", extra=RECORDED)
     ] = False
@@ -359,7 +368,12 @@ class Recovery(Section, frozen=True, kw_only=True):
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
     ] = 0
-    hang_s: Annotated[float, Meta(gt=0, description="no progress of a rank for this long counts as a hang", extra=FREE)] = 300.0
+    hang_s: Annotated[
+        float, Meta(gt=0, description="no progress of a rank for this long counts as a hang, whatever was learned", extra=FREE)
+    ] = 300.0
+    hang_floor_s: Annotated[
+        float, Meta(gt=0, description="shortest learned limit: 5 times the slowest step, save or evaluation of late", extra=FREE)
+    ] = 60.0
     start_s: Annotated[float, Meta(gt=0, description="longest time from launch to the first step", extra=FREE)] = 600.0
     stop_s: Annotated[float, Meta(gt=0, description="time a stopping run has to finish its step and save", extra=FREE)] = 120.0
     lease_s: Annotated[

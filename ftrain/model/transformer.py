@@ -23,9 +23,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from ftrain.config import Model
+from ftrain.config import Model, Recompute
 from ftrain.model.attention import block_attention, rotary_tables
 from ftrain.model.functional import embed, head_loss, rms_norm, rotate, swiglu, token_losses
+from ftrain.model.recompute import again
 from ftrain.parallel.layout import head_dim, num_kv_heads
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import View
@@ -38,9 +39,10 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, model: Model, group: TensorGroup | None) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute) -> None:
         super().__init__()
         self.head_dim, self.eps, self.group = head_dim(model), model.norm_eps, group
+        self.recompute = recompute == "selective"
         tp = 1 if group is None else group.size
         queries, keys = model.heads // tp * self.head_dim, max(1, num_kv_heads(model) // tp) * self.head_dim
         self.wq, self.wk, self.wv = _empty(queries, model.hidden), _empty(keys, model.hidden), _empty(keys, model.hidden)
@@ -54,7 +56,11 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        out_BTHK = block_attention(rotate(q, *tables), rotate(k, *tables), v)
+
+        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return block_attention(rotate(q, *tables), rotate(k, *tables), v)
+
+        out_BTHK = again(core, q, k, v) if self.recompute else core(q, k, v)
         return row(self.group, out_BTHK.flatten(2), self.wo)
 
 
@@ -80,14 +86,18 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each on a normalised input, each added to the residual stream."""
 
-    def __init__(self, model: Model, group: TensorGroup | None) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute) -> None:
         super().__init__()
         self.eps = model.norm_eps
         self.attention_norm, self.mlp_norm = _empty(model.hidden), _empty(model.hidden)
-        self.attention, self.mlp = Attention(model, group), Mlp(model, group)
+        self.attention, self.mlp = Attention(model, group, recompute), Mlp(model, group)
+        self.recompute = recompute == "full"
 
     def forward(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]"""
+        return again(lambda x: self._apply_to(x, tables), x_BTD) if self.recompute else self._apply_to(x_BTD, tables)
+
+    def _apply_to(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps), tables)
         change: torch.Tensor = self.mlp(rms_norm(x_BTD, self.mlp_norm, self.eps))
         return x_BTD + change
@@ -97,7 +107,13 @@ class Transformer(nn.Module):
     """The layers of one pipeline stage, with the embedding if it is the first and norm and head if it is the last."""
 
     def __init__(
-        self, model: Model, *, dtype: torch.dtype, layers: range | None = None, group: TensorGroup | None = None
+        self,
+        model: Model,
+        *,
+        dtype: torch.dtype,
+        layers: range | None = None,
+        group: TensorGroup | None = None,
+        recompute: Recompute = "none",
     ) -> None:
         """`dtype` is that of the activations; `layers` the numbers of the layers held, all by default."""
         super().__init__()
@@ -106,7 +122,7 @@ class Transformer(nn.Module):
         matrix = (model.vocab if group is None else len(group.vocabulary), model.hidden)
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
         self.embedding = _empty(*matrix) if self.is_first or (self.is_last and model.tied) else None
-        self.layers = nn.ModuleDict({str(number): Block(model, group) for number in layers})
+        self.layers = nn.ModuleDict({str(number): Block(model, group, recompute) for number in layers})
         self.norm = _empty(model.hidden) if self.is_last else None
         self.head = _empty(*matrix) if self.is_last and not model.tied else None
 

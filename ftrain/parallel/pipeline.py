@@ -159,6 +159,7 @@ class Pipeline:
         self._arriving: dict[Action, Pending] = {}
         self._made: dict[Action, torch.Tensor] = {}
         self._leaving: list[Pending] = []
+        mesh.all_reduce(torch.zeros(1, device=device), ("pp",))  # NCCL: a group's first call must be one of all its ranks
 
     def run(self, instructions: Sequence[Instruction], job: Job) -> None:
         """Carry out a whole list. On return everything that was sent has left."""

@@ -46,7 +46,9 @@ class Passes:
         self.closing = tuple(gather.bucket for gather in closing(self._segments[rank], self._num_buckets[rank]))
         group = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
         self.modules = {
-            stage: Transformer(config.model, dtype=dtype, layers=self.plan.layers[stage], group=group)
+            stage: Transformer(
+                config.model, dtype=dtype, layers=self.plan.layers[stage], group=group, recompute=parallel.recompute
+            )
             for stage in self.plan.stages_of(rank)
         }
         place(self.modules, optimizer.views())
