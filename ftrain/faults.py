@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -76,8 +76,10 @@ def _act(fault: Fault, step: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "exit":
         os._exit(1)
+    elif fault.kind == "lock":
+        threading.Event().wait()  # nobody will ever set it
     while fault.kind == "loop":
-        time.sleep(0.001)  # busy enough to be running, kind enough to leave the other ranks a core
+        continue
     raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
 
 

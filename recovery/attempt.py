@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from recovery.deadlines import Deadlines
 from recovery.delegate import DeadWorker
 from recovery.evidence import Evidence
 from recovery.heartbeat import Beat
@@ -57,6 +58,8 @@ class Attempt:
     failing: dict[int, str] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     beats_at: float = 0.0
+    warm: bool = False
+    """Whether a step of it was finished."""
 
     @classmethod
     def of(cls, number: int, ranks: Iterable[int]) -> Attempt:
@@ -70,7 +73,7 @@ class Attempt:
             it.rank: WorkerState(rank=it.rank, pid=it.pid, ended=it.ended, status=it.status, ours=it.ours)
             for it in hello.workers
         }
-        return cls(number=hello.attempt, workers=workers)
+        return cls(number=hello.attempt, workers=workers, warm=True)
 
     def exited(self, message: Exited) -> None:
         """A worker ended."""
@@ -143,13 +146,20 @@ class Attempt:
             nodes={str(rank): node for rank in self.workers},
         )
 
-    def stalled(self, now: float, *, hang_s: float, start_s: float) -> tuple[Stalled, ...]:
+    def by_progress(self) -> tuple[int, ...]:
+        """Living ranks, the least advanced first."""
+        living = [rank for rank, worker in self.workers.items() if not worker.ended]
+        return tuple(sorted(living, key=lambda rank: (_progress(self.beats.get(rank)), rank)))
+
+    def stalled(self, now: float, *, hang_s: float, start_s: float, learned: Deadlines | None = None) -> tuple[Stalled, ...]:
         """Living ranks without progress for longer than allowed, the least advanced first: a peer only waits for it."""
+        deadlines = learned or Deadlines(floor_s=hang_s)
         found = []
         for rank, worker in self.workers.items():
             beat = self.beats.get(rank)
             age_s = now - self.began if beat is None else beat.age_s + (now - self.beats_at)
-            allowed_s = hang_s if beat is not None and beat.step >= 0 else start_s
+            warm = self.warm or learned is None
+            allowed_s = deadlines.allowed_s(beat, warm=warm, hang_s=hang_s, start_s=start_s)
             if not worker.ended and age_s > allowed_s:
                 found.append((beat, Stalled(rank=rank, age_s=age_s, step=beat.step if beat else -1, phase=_phase(beat))))
         return tuple(stalled for _, stalled in sorted(found, key=lambda it: (_progress(it[0]), it[1].rank)))

@@ -19,6 +19,7 @@ from recovery.crew import Crew
 from recovery.evidence import Evidence, Finding, Source, error_files, filesystem_state, gather, kernel_log, log_tails
 from recovery.loop import Loop
 from recovery.messages import CollectEvidence, EvidenceCollected
+from recovery.procfs import activity, samples
 
 LIMIT_S = 0.8
 STACKS_S = 0.3
@@ -41,17 +42,22 @@ class Clues:
             answer(EvidenceCollected(id=request.id, evidence=Evidence()))
             return
         if request.dump_stacks:  # into each rank's own log, which is read a moment later
+            pids = {rank: worker.pid for rank, worker in crew.workers.items() if not worker.ended and worker.pid}
+            before = samples(pids)
             crew.signal(signal.SIGUSR1, "stack dump")
-            self._loop.after(STACKS_S, lambda: self._begin(request, crew, answer))
+            self._loop.after(STACKS_S, lambda: self._begin(request, crew, answer, activity(pids, before, STACKS_S)))
         else:
             self._begin(request, crew, answer)
 
-    def _begin(self, request: CollectEvidence, crew: Crew, answer: Callable[[EvidenceCollected], None]) -> None:
+    def _begin(
+        self, request: CollectEvidence, crew: Crew, answer: Callable[[EvidenceCollected], None], seen: tuple[str, ...] = ()
+    ) -> None:
         facts, sources = _facts(crew), self._sources(crew)
 
         def work() -> None:
             finding = gather(sources, limit_s=LIMIT_S)
-            evidence = replace(facts, log=finding.log, kernel=finding.kernel, scheduler=finding.scheduler, notes=finding.notes)
+            host = seen + finding.scheduler
+            evidence = replace(facts, log=finding.log, kernel=finding.kernel, scheduler=host, notes=finding.notes)
             self._loop.call_soon(lambda: answer(EvidenceCollected(id=request.id, evidence=evidence)))
 
         threading.Thread(target=work, name="evidence", daemon=True).start()

@@ -20,11 +20,12 @@ from recovery.agent_record import living_agent
 from recovery.attempt import Attempt, Stalled
 from recovery.classify import warm
 from recovery.codes import ExitCode
+from recovery.deadlines import Deadlines
 from recovery.delegate import AttemptEndInfo, Delegate
 from recovery.desk import Desk
 from recovery.endings import Ending, ending_of
 from recovery.evidence import Evidence
-from recovery.inquiry import Case, judge
+from recovery.inquiry import Case, blame, judge
 from recovery.journal import EventWriter, Journal
 from recovery.launch import STOP_SIGNALS, accept_stop_signals
 from recovery.loop import Loop
@@ -85,7 +86,7 @@ class Coordinator:
         self.spec = spec
         self.limits = limits
         self.loop = Loop()
-        self.desk = Desk(self.loop, delegate, spec.node, spec.stop_s)
+        self.desk = Desk(self.loop, delegate, spec.node, spec.stop_s, Deadlines(floor_s=spec.hang_floor_s))
         self.agent = self.desk.agent
         self._open_ledger = open_ledger
         self._on_event = on_event
@@ -263,7 +264,8 @@ class Coordinator:
             return attempt.all_well or attempt.in_trouble or Refused in desk.answers
 
         while not self._until(lambda: over() or desk.stop_overdue, TICK_S):
-            stalled = attempt.stalled(time.monotonic(), hang_s=self.spec.hang_s, start_s=self.spec.start_s)
+            limits = {"hang_s": self.spec.hang_s, "start_s": self.spec.start_s}
+            stalled = attempt.stalled(time.monotonic(), **limits, learned=desk.deadlines)
             if stalled:
                 return Trouble(stalled=stalled)
         if Refused in desk.answers:
@@ -345,6 +347,7 @@ class Coordinator:
         """Wait a moment for what the peers say, ask the agent for everything it knows, end those who still live."""
         attempt = self._attempt()
         said = tuple(f"supervisor: {stalled.describe()}" for stalled in trouble.stalled)
+        ranks = attempt.by_progress()
         if trouble.stalled:
             first = trouble.stalled[0]
             since = time.time() - first.age_s
@@ -358,6 +361,8 @@ class Coordinator:
         answer = self._ask(request, (EvidenceCollected,), self.spec.evidence_s)
         self._stop_workers("another rank failed" if not trouble.stalled else "no progress")
         gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=("the agent did not answer",))
+        if trouble.stalled:
+            said = (blame(self.desk.journal, attempt.number, ranks, gathered), *said)
         return attempt.complete(gathered, said, self.spec.node)
 
     def _settled(self, attempt: Attempt) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from recovery import events
 from recovery.agent_link import AgentLink
 from recovery.attempt import Attempt
+from recovery.deadlines import Deadlines
 from recovery.delegate import Delegate, Links
 from recovery.journal import Journal
 from recovery.loop import Loop
@@ -46,10 +48,11 @@ class Desk:
 
     journal: Journal = None  # type: ignore[assignment]  # set before anything can arrive
 
-    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float) -> None:
+    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float, deadlines: Deadlines) -> None:
         """Nothing is known yet."""
         self.agent = AgentLink(loop, self.on_message, self.on_agent_death)
         self.attempt: Attempt | None = None
+        self.deadlines = deadlines
         self.control = SetControl(stop=False, save=0)
         self.stop_asked: float | None = None
         self.hurry = False
@@ -151,7 +154,7 @@ class Desk:
         """Everything but its hello."""
         match message:
             case FromWorker(rank=rank, attempt=attempt, payload=payload):
-                self.journal.extend(self._delegate.on_worker(rank, attempt, payload))
+                self._told_by_worker(attempt, self._delegate.on_worker(rank, attempt, payload))
             case FromKeeper(payload=payload):
                 self.journal.extend(self._delegate.on_keeper(payload))
             case Heartbeats(beats=beats) if self.attempt is not None:
@@ -168,6 +171,12 @@ class Desk:
                 self._current().workers[rank].pid = pid
             case Prepared() | PrepareFailed() | EvidenceCollected() | Refused():
                 self.answers[type(message)] = message
+
+    def _told_by_worker(self, attempt: int, told: Sequence[events.Event]) -> None:
+        if self._is_current(attempt) and any(True for event in told for _ in events.steps_of(event)):
+            self._current().warm = True
+        self.deadlines.learn(told)
+        self.journal.extend(told)
 
     def _is_current(self, attempt: int) -> bool:
         return self.attempt is not None and attempt == self.attempt.number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from recovery.classify import classify
 from recovery.delegate import AttemptEndInfo
 from recovery.events import Verdict
 from recovery.evidence import Evidence
+from recovery.hang import culprit
 from recovery.journal import Journal
 from recovery.policy import Decision, Limits, decide
 from recovery.state import RunState
@@ -54,6 +56,14 @@ def judge(
         agent_survived=agent_survived,
     )
     return Case(verdict=verdict, decision=decision, info=info)
+
+
+def blame(journal: Journal, attempt: int, ranks: Sequence[int], gathered: Evidence) -> str:
+    """Nobody makes progress: who of `ranks` (the least advanced first) is to blame, on record and as a line of evidence."""
+    found = culprit(ranks, gathered.log, gathered.scheduler)
+    now, reason = time.time(), f"{found.kind}: {found.reason}"
+    journal.append(events.Suspected(t=now, attempt=attempt, reason=reason, since=now, rank=found.rank))
+    return found.line()
 
 
 def steps_done(state: RunState) -> int:

@@ -41,6 +41,8 @@ class CoordinatorSpec:
     env: dict[str, str] = field(default_factory=dict)
     lease_s: float = 60.0
     hang_s: float = 300.0
+    hang_floor_s: float = 60.0
+    """Nobody is suspected sooner, however fast the run was so far."""
     start_s: float = 600.0
     """Longest time from an attempt's start to its first step."""
     stop_s: float = 120.0

@@ -82,6 +82,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         env={"OPENBLAS_NUM_THREADS": "1"},
         lease_s=recovery.lease_s,
         hang_s=recovery.hang_s,
+        hang_floor_s=recovery.hang_floor_s,
         start_s=recovery.start_s,
         stop_s=recovery.stop_s,
         take_over=launch.take_over,

@@ -126,6 +126,7 @@ class Loop:
 
     def _update(self, progress: Progress) -> StepResult:
         """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
+        self.beat("step", progress.step + 1)
         flags = self._flags()
         result = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=flags)
         if result.applied or not self.config.recovery.nonfinite_steps:
