@@ -29,7 +29,6 @@ from storage.errors import FormatError
 from storage.keys import view_name
 from storage.manifest import Manifest
 from storage.pack import ArraySpec, PartGeometry
-from storage.parts import Ints
 from storage.record import decode_json
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ CHECKSUM = ',"crc32c":"00000000"}'
 
 _CHUNK = re.compile(r"\{\{u\}\}/[A-Za-z0-9_][A-Za-z0-9._-]*$")
 
-Refs = dict[str, str | list[str | int]]
-
 
 def reference_files(manifest: Manifest, *, base_url: str) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the reference files that a checkpoint in `base_url` has."""
@@ -57,7 +54,7 @@ def reference_files(manifest: Manifest, *, base_url: str) -> Iterator[tuple[str,
         yield view_name(manifest.epoch, manifest.attempt), reference_json(manifest, base_url=base_url)
         return
     for number, spec in enumerate(manifest.arrays):
-        refs: Refs = {"zarr.json": _text(array_metadata(spec)), **_chunk_refs(manifest, number, "")}
+        refs = [_entry("zarr.json", array_metadata(spec)), *_chunk_refs(manifest, number, "")]
         yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
 
 
@@ -68,10 +65,10 @@ def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
     metadata = {group: group_metadata({}) for group in sorted(groups)}
     metadata |= {spec.name: array_metadata(spec) for spec in manifest.arrays}
     root = group_metadata({"format": "ftrain-checkpoint", "step": manifest.step})
-    refs: Refs = {"zarr.json": _text(root | {"consolidated_metadata": _consolidated(metadata)})}
-    refs |= {f"{name}/zarr.json": _text(content) for name, content in metadata.items()}
+    refs = [_entry("zarr.json", root | {"consolidated_metadata": _consolidated(metadata)})]
+    refs += [_entry(f"{name}/zarr.json", content) for name, content in metadata.items()]
     for number, name in enumerate(names):
-        refs.update(_chunk_refs(manifest, number, f"{name}/"))
+        refs += _chunk_refs(manifest, number, f"{name}/")
     return _reference(refs, base_url)
 
 
@@ -122,24 +119,33 @@ def _num_chunks(manifest: Manifest) -> int:
     return int((-(-table.shape // tiles)).prod(axis=1).sum())
 
 
-def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Refs:
-    """Chunk key -> [pack, byte offset, length] of one array, in the order the chunks lie."""
-    spec, table, refs = manifest.arrays[number], manifest.table, Refs()
+def _entry(key: str, content: dict[str, Any]) -> str:
+    """A member of the references whose value is a text."""
+    return f'"{key}":{msgspec.json.encode(_text(content)).decode()}'
+
+
+def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Iterator[str]:
+    """`"key":[pack, byte offset, length]` for the chunks of one array, in the order they lie.
+
+    Written as text at once (names have no character that JSON escapes): a commit with 100,000 chunks makes as many of these.
+    """
+    spec, table = manifest.arrays[number], manifest.table
     for row in table.rows_of(number).tolist():
         offset, shape = table.box(row, len(spec.shape))
         geometry = PartGeometry.of(spec, shape)
-        first = np.array([o // t for o, t in zip(offset, spec.tile, strict=True)], np.int64)
-        cells: Ints = np.indices(geometry.grid, dtype=np.int64).reshape(len(spec.shape), geometry.num_chunks).T + first
-        url, position = "{{u}}/" + manifest.packs[int(table.pack[row])].name, int(table.position[row])
-        for at, cell in enumerate(cells.tolist()):
-            key = "/".join(["c", *map(str, cell)])
-            refs[prefix + key] = [url, position + at * geometry.stride, geometry.stride]
-    return refs
+        names = [f'"{prefix}c']
+        for start, tile, count in zip(offset, spec.tile, geometry.grid, strict=True):
+            cells = [f"/{cell}" for cell in range(start // tile, start // tile + count)]
+            names = [name + cell for name in names for cell in cells]
+        middle, end = f'":["{{{{u}}}}/{manifest.packs[int(table.pack[row])].name}",', f",{geometry.stride}]"
+        position = int(table.position[row])
+        yield from [f"{name}{middle}{position + at * geometry.stride}{end}" for at, name in enumerate(names)]
 
 
-def _reference(refs: Refs, base_url: str) -> bytes:
+def _reference(refs: list[str], base_url: str) -> bytes:
     """The file, with its own checksum as last field: that of all bytes before it. fsspec ignores fields it does not know."""
-    body = msgspec.json.encode({"version": 1, "templates": {"u": base_url.rstrip("/")}, "refs": refs})[:-1]
+    templates = msgspec.json.encode({"u": base_url.rstrip("/")})
+    body = b'{"version":1,"templates":%b,"refs":{%b}' % (templates, ",".join(refs).encode())
     return b'%b,"crc32c":"%08x"}' % (body, google_crc32c.value(body))
 
 
