@@ -406,6 +406,15 @@ class Machine(Section, frozen=True, kw_only=True):
     interface: Annotated[str, Meta(description="network interface of the collectives", extra=FREE)] = "lo"
 
 
+class Certify(Section, frozen=True, kw_only=True):
+    """What `ftrain certify` compares with one process if the command line does not say."""
+
+    layouts: Annotated[
+        tuple[str, ...],
+        Meta(description='layouts such as "tp=2,pp=2,schedule=zb_v"; names with a dot change other sections', extra=FREE),
+    ] = ()
+
+
 class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
@@ -421,6 +430,7 @@ class Config(Section, frozen=True, kw_only=True):
     storage: Storage = Storage()
     recovery: Recovery = Recovery()
     machine: Machine = Machine()
+    certify: Certify = Certify()
     faults: Annotated[tuple[Fault, ...], Meta(description="faults to inject", extra=FREE)] = field(default=())
 
 

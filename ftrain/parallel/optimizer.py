@@ -114,6 +114,23 @@ class ShardedAdamW:
             tensor = flat[part.start : part.stop].view(part.box.shape)
             yield StatePiece(f"{slot}/{part.spec.name}", part.box, tensor, dtype_name(self.types.of(slot)), owner)
 
+    def grad_pieces(self) -> list[StatePiece]:
+        """The gradients of this rank's regions, as `pieces()` has the state: live views, complete between the sums of an update
+        and the update itself, which scales them.
+        """
+        name = dtype_name(self.types.state)
+        return [
+            StatePiece(
+                f"grad/{part.spec.name}",
+                part.box,
+                self.mesh.region(region.main_grad)[part.start : part.stop].view(part.box.shape),
+                name,
+                is_owner(part.spec, self.mesh.coordinate),
+            )
+            for region in self.regions
+            for part in region.parts
+        ]
+
     def fill_masters(self, fill: Callable[[torch.Tensor, Part], None]) -> None:
         """Set every box of the master weights by `fill`, moments to zero, and the weights accordingly."""
         for region in self.regions:
