@@ -71,6 +71,15 @@ def even(*, forward: Time = 1, backward_input: Time = 1, backward_weight: Time =
     return lambda action: parts[action.kind]
 
 
+def averages(line: Timeline) -> Duration:
+    """Durations as a timeline has them: the mean of each kind of action on each stage. To predict from what was measured."""
+    times: dict[tuple[Kind, int], list[Time]] = {}
+    for span in line.spans:
+        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.begin)
+    means = {key: _ratio(sum(values, start=0), len(values)) for key, values in times.items()}
+    return lambda action: means[action.kind, action.stage]
+
+
 def simulate(schedule: Schedule, duration: Duration, *, hop: Time = 0) -> Timeline:
     """Run the schedule on paper; `hop`: time from an action's end to the start of what waits for it on another rank."""
     split = is_split(schedule)

@@ -50,3 +50,55 @@ def test_recovery(tmp_path: Path) -> None:
     assert ours["seconds"] >= ours["first_step_s"] > 0
     assert ours["highest_step"] - ours["resumed_at"] <= 10
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_bubble(tmp_path: Path) -> None:
+    result = tiny("bubble", tmp_path)
+    for cases in (result["sleeps_p4"], result["matmuls_p2"]):
+        assert set(cases) == {"gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"}
+        for case in cases.values():
+            assert 0 < case["formula"] < 1
+            assert 0 < case["measured"] < 1
+            assert 0 < case["simulated"] < 1
+
+
+def test_save(tmp_path: Path) -> None:
+    result = tiny("save", tmp_path)
+    assert {"cpu_s_per_gib", "cpu_s_per_gib_with_digest", "wall_over_plain_fsync", "dcp_wall_over_ours"} < result.keys()
+    assert result["cpu_s_per_gib"] > 0
+    assert result["verified_bytes"] >= result["gib"] * 2**30 * 0.9
+    assert set(result["cases"]) == {"ours", "ours_digest", "plain_fsync", "dcp", "dcp_2"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_reshard(tmp_path: Path) -> None:
+    result = tiny("reshard", tmp_path)
+    assert {"bytes_read_over_needed", "dcp_wall_over_ours", "peak_memory_over_state"} < result.keys()
+    assert set(result["pairs"]) == {"rows_to_columns", "4_to_2", "4_to_3", "dp_to_tp_pp"}
+    for pair in result["pairs"].values():
+        assert pair["dcp"]["bytes_read_over_needed"] >= 1
+        assert 1 <= pair["bytes_read_over_needed"] < 1.5, "of 1 MiB the manifests are a part"
+    assert result["pairs"]["rows_to_columns"]["dcp_bytes_over_ours"] > 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.s3
+def test_s3(tmp_path: Path) -> None:
+    result = tiny("s3", tmp_path)
+    assert {"dcp_client_cpu_over_ours", "dcp_wall_over_ours", "peak_memory_over_state"} < result.keys()
+    assert set(result["dcp_client_cpu_over_ours"]) == {"obstore", "s3fs"}
+    assert all(value > 0 for value in result["dcp_client_cpu_over_ours"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scale(tmp_path: Path) -> None:
+    result = tiny("scale", tmp_path)
+    keys = {"manifest_mb", "commit_check_s", "read_plan_s", "chunks", "requests_per_rank", "mean_range_kib"}
+    assert keys < result.keys()
+    for model in result["models"].values():
+        assert model["writers"] == 16
+        assert 1 <= model["bytes_read_over_needed"] < 1.1
+        assert 1 <= model["bytes_over_14"] < 1.01
+    assert list(tmp_path.iterdir()) == []

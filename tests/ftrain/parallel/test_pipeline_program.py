@@ -14,6 +14,7 @@ from ftrain.parallel.program import Batch, Part, Program, Reduce, Segment, block
 from ftrain.parallel.schedule import Action, Kind, problems
 from ftrain.parallel.shape import Coordinate, mesh_shape
 from ftrain.parallel.stages import config_parameters, forward_schedule, stage_plan, training_schedule
+from ftrain.parallel.timeline import averages, simulate
 
 
 @st.composite
@@ -174,3 +175,10 @@ def test_the_program_knows_replicas_with_nothing_to_do():
     _, numbers, programs = programs_of(config, counts, overlap=True)
     assert counts == [1, 1, 0]
     assert [type(i) for i in programs[2].ranks[0]] == [Reduce] * numbers[0]
+
+
+def test_a_prediction_from_measured_times_is_the_measured_line():
+    """The means of an uneven line, put back into the schedule, give that line again."""
+    schedule = training_schedule(tiny(model={"layers": 4}, parallel={"pp": 4, "ranks": 4}), 6)
+    line = simulate(schedule, lambda action: (1 + action.stage) * (2 if action.kind is Kind.BACKWARD else 1))
+    assert simulate(schedule, averages(line)) == line
