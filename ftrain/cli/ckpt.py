@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftrain.cli import ckpt_exchange, render
+from ftrain.cli import ckpt_exchange, ckpt_heal, render
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.units import format_bytes
@@ -27,7 +27,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 
 @click.group()
 def ckpt() -> None:
-    """Checkpoints: list, show, verify, compare. URL is a run's folder or URL; URL@STEP one checkpoint of it.
+    """Checkpoints: list, show, verify, heal, compare. URL is a run's folder or URL; URL@STEP one checkpoint of it.
 
     \b
     Example:
@@ -38,12 +38,11 @@ def ckpt() -> None:
 @contextmanager
 def opened(url: str) -> Iterator[RunStore]:
     """The run's store."""
-    from ftrain.compose.paths import absolute_url
-    from storage.objects import open_store
+    from ftrain.compose.stores import open_known
     from storage.run import RunStore
 
     with told():
-        store = open_store(absolute_url(url))
+        store = open_known(url)
         try:
             yield RunStore(store)
         finally:
@@ -203,5 +202,5 @@ def diff(a: str, b: str, as_json: bool) -> None:
     raise SystemExit(1 if rows else 0)
 
 
-for command in ckpt_exchange.COMMANDS:
+for command in (*ckpt_exchange.COMMANDS, ckpt_heal.heal):
     ckpt.add_command(command)

@@ -127,6 +127,8 @@ def sentence(event: Event) -> str:
             return f"checkpoint of step {event.step} committed ({format_bytes(event.nbytes)})"
         case events.CheckpointFailed():
             return f"checkpoint of step {event.step} failed: {event.reason}"
+        case events.StorageNotice():
+            return event.text
         case events.CheckpointPassedOver():
             return f"checkpoint of step {event.step} passed over: {event.reason}"
         case events.Evaluated(loss=loss) if loss is not None:

@@ -15,6 +15,7 @@ from recovery.events import AttemptStarted, CheckpointPassedOver, RunEnded, Stor
 from storage.objects import open_store
 from storage.run import RunStore
 from storage.testing import flip_bit
+from tests.commands import ftrain
 from tests.runs import TinyRun, kill_tree
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -81,3 +82,22 @@ def test_after_a_power_cut_the_newest_that_verifies_is_taken(run: TinyRun, unbro
     assert stored_digests(run.url) == (30, unbroken)
     assert [event.outcome for event in run.events() if isinstance(event, RunEnded)] == ["finished"]
     assert tier(run).open().step == 30
+
+
+def test_a_damaged_checkpoint_is_healed_from_the_run_s_own_tiers(run: TinyRun, unbroken: dict[str, str], tmp_path: Path) -> None:
+    code, output = run.run()
+    assert code == 0, output
+    pack = next(Path(run.url).glob("checkpoints/step-00000030/*.pack"))
+    good = pack.read_bytes()
+    pack.write_bytes(good[:5000] + bytes(4096) + good[9096:])
+    assert ftrain("ckpt", "verify", f"{run.url}@30").returncode == 4
+    done = ftrain("ckpt", "heal", f"{run.url}@30")
+    assert done.returncode == 0, done.stderr
+    assert "it verifies" in done.stdout
+    assert pack.read_bytes() == good
+    shutil.rmtree(tmp_path / "nvme")
+    pack.unlink()
+    assert ftrain("ckpt", "heal", f"{run.url}@30").returncode == 0
+    assert pack.read_bytes() == good
+    assert "whole" in ftrain("ckpt", "heal", f"{run.url}@30", "--from", str(tmp_path / "mirror")).stdout
+    assert ftrain("ckpt", "heal", f"{run.url}@30", "--from", str(tmp_path / "nowhere")).returncode == 4
