@@ -369,10 +369,10 @@ class Recovery(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
     ] = 0
     hang_s: Annotated[
-        float, Meta(gt=0, description="no progress of a rank for this long counts as a hang, whatever was learned", extra=FREE)
+        float, Meta(gt=0, description="no progress of a rank for this long is a hang, whatever was learned", extra=FREE)
     ] = 300.0
     hang_floor_s: Annotated[
-        float, Meta(gt=0, description="shortest learned limit: 5 times the slowest step, save or evaluation of late", extra=FREE)
+        float, Meta(gt=0, description="shortest learned limit (5 times the slowest step, save or evaluation)", extra=FREE)
     ] = 60.0
     start_s: Annotated[float, Meta(gt=0, description="longest time from launch to the first step", extra=FREE)] = 600.0
     stop_s: Annotated[float, Meta(gt=0, description="time a stopping run has to finish its step and save", extra=FREE)] = 120.0
