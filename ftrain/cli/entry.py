@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "ftrain.cli.plan:plan",
     "classify": "ftrain.cli.classify:classify",
     "doctor": "ftrain.cli.doctor:doctor",
+    "drill": "ftrain.cli.drill:drill",
 }
 
 

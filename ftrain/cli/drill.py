@@ -1,0 +1,118 @@
+"""`ftrain drill`: random faults under the real supervisor, and the proof that nothing was lost.
+
+ftrain drill configs/demo.toml --minutes 2
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ftrain.cli import render
+from ftrain.cli.problems import told
+from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from ftrain.compose.drill import Outcome
+
+
+@click.command()
+@click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
+@click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Length of the drill.")
+@click.option(
+    "--every", "gap_s", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Mean seconds between faults."
+)
+@click.option(
+    "--faults", default="all", show_default=True, help="Kinds, by comma; `ftrain drill CONFIG --faults help` lists them."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which faults, when, to whom.")
+@click.option("--folder", type=click.Path(file_okay=False), help="Where both runs go; by default run.url with -drill.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def drill(
+    config_path: str,
+    overrides: tuple[str, ...],
+    minutes: float,
+    gap_s: float,
+    faults: str,
+    seed: int,
+    folder: str | None,
+    as_json: bool,
+) -> None:
+    """Run what CONFIG describes twice, once undisturbed and once under random faults, and compare the results bit for bit.
+
+    Leaves with 0 if the states are equal and every fault was recognised, with 4 otherwise.
+
+    \b
+    Example:
+      ftrain drill configs/demo.toml --minutes 2 --seed 7
+    """
+    from ftrain.compose.drill import EXIT, DrillError, Orders
+    from ftrain.compose.drill import drill as carry_out
+    from ftrain.compose.paths import is_local
+    from ftrain.load import load
+
+    kinds = chosen(faults)
+    with told():
+        config = load(config_path, overrides)
+        if folder is None and not is_local(config.run.url):
+            render.fail(f"{config.run.url} is not a local folder: say --folder", ExitCode.USAGE)
+        place = Path(folder or config.run.url.removeprefix("file://").rstrip("/") + "-drill").absolute()
+        try:
+            orders = Orders(minutes=minutes, mean_gap_s=gap_s, kinds=kinds, seed=seed)
+            outcome = carry_out(config, place, orders, render.note)
+        except DrillError as error:
+            render.fail(str(error), ExitCode.DAMAGED)
+    render.json({**_plain(outcome), "good": outcome.good}) if as_json else show(outcome)
+    sys.exit(EXIT[outcome.good])
+
+
+def chosen(faults: str) -> tuple[str, ...]:
+    """The kinds of faults that are asked for; leaves with a list if one of them is unknown."""
+    from ftrain.compose.strikes import BY_NAME, KINDS
+
+    if faults == "all":
+        return tuple(BY_NAME)
+    names = tuple(name.strip() for name in faults.split(",") if name.strip())
+    if not names or any(name not in BY_NAME for name in names):
+        known = "\n".join(f"  {kind.name}: {kind.what} of the {kind.target}" for kind in KINDS)
+        render.fail(f"kinds of faults:\n{known}", ExitCode.USAGE)
+    return names
+
+
+def show(outcome: Outcome) -> None:
+    """The table of faults, the confusion matrix, and the proof."""
+    rows = [
+        (
+            strike.step,
+            strike.kind,
+            strike.class_,
+            "right" if strike.right else "WRONG",
+            strike.action,
+            strike.steps_lost,
+            "-" if strike.down_s is None else f"{strike.down_s:.2f}",
+        )
+        for strike in outcome.struck
+    ]
+    render.table(("step", "fault", "class", "", "action", "steps lost", "down s"), rows)
+    classes = sorted({name for counts in outcome.confusion.values() for name in counts})
+    render.data("")
+    render.table(
+        ("fault \\ class", *classes),
+        [(kind, *(counts.get(name, "") for name in classes)) for kind, counts in outcome.confusion.items()],
+    )
+    for row in outcome.unexplained:
+        render.data(f"no fault of ours: {row.class_}: {row.reason}")
+    render.data(f"\neffective time {outcome.effective_time:.1%}; started again by hand {outcome.restarts} times")
+    same = "equal" if outcome.equal else f"DIFFERENT: {', '.join(outcome.different[:5])}"
+    render.data(f"state of step {outcome.step}, recomputed from storage: {same}")
+
+
+def _plain(outcome: Outcome) -> dict[str, object]:
+    import msgspec
+
+    plain: dict[str, object] = msgspec.to_builtins(outcome, str_keys=True)
+    return plain

@@ -1,0 +1,279 @@
+"""A drill: the same run twice, once left alone and once under fire, and the proof that nobody can tell from the result.
+
+The unbroken run goes first, for half of the time; its newest periodic checkpoint is what must come out. Then the other one
+runs under the real supervisor, started by the very command a person would type, while its processes are struck at random; a
+run that ends too early is started again, as a person would. When it has committed that checkpoint it is stopped, and the
+digests of both, recomputed from what lies in storage, must be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ftrain.compose.ledgers import LedgerTail, read_ledger
+from ftrain.compose.proof import stored_digests
+from ftrain.compose.strikes import BY_NAME, Strike, Struck, confusion, match, plan
+from ftrain.config import Config
+from ftrain.load import to_toml
+from recovery.client import NotRunningError, ask
+from recovery.codes import ExitCode
+from recovery.events import CheckpointCommitted, Event, steps_of
+from recovery.launch import python
+from recovery.report import InterruptionRow, report
+
+POLL_S = 0.05
+PATIENCE = 6.0  # times the expected time, until a drill is called failed
+LEAST_PATIENCE_S = 180.0
+RESTARTS = 20
+
+Say = Callable[[str], None]
+
+
+class DrillError(RuntimeError):
+    """The drill could not be carried out; what it leaves is in its folder."""
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What came of a drill."""
+
+    step: int
+    equal: bool
+    different: tuple[str, ...]
+    struck: list[Struck]
+    unexplained: list[InterruptionRow]
+    confusion: dict[str, dict[str, int]]
+    restarts: int
+    effective_time: float
+
+    @property
+    def good(self) -> bool:
+        """The state is the unbroken run's, and every strike was taken for what it was."""
+        return self.equal and not self.unexplained and all(strike.right for strike in self.struck)
+
+
+class Orders(Struct, frozen=True, kw_only=True):
+    """How to drill."""
+
+    minutes: float
+    mean_gap_s: float
+    kinds: tuple[str, ...]
+    seed: int = 0
+
+
+def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
+    """Carry out a drill in `folder`, which is emptied first. Raises DrillError."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    half_s = orders.minutes * 30.0
+    unbroken, broken = (Course(variant(config, folder / name), folder) for name in ("unbroken", "broken"))
+    say(f"the unbroken run, for {half_s:.0f} s")
+    step = unbroken.run_alone(half_s)
+    strikes = plan(orders.kinds, seed=orders.seed, seconds=half_s, mean_gap_s=orders.mean_gap_s, ranks=config.parallel.ranks)
+    say(f"the run under fire, to the checkpoint of step {step}: {len(strikes)} strikes planned")
+    fire = Fire(broken, strikes, say)
+    broken.run_until(step, max(LEAST_PATIENCE_S, PATIENCE * half_s), fire.tick)
+    return _compare(unbroken, broken, step, fire)
+
+
+def variant(config: Config, url: Path) -> Config:
+    """The config for a drill: as many steps as there is time for, all checkpoints kept, hangs found soon."""
+    recovery = replace(config.recovery, hang_s=min(config.recovery.hang_s, 10.0), hang_floor_s=5.0, backoff_s=0.1, notice="")
+    return replace(
+        config,
+        run=replace(config.run, url=str(url), local_dir="", steps=max(config.run.steps, 1_000_000)),
+        checkpoint=replace(config.checkpoint, retention=()),
+        recovery=recovery,
+        faults=(),
+    )
+
+
+class Course:
+    """One of the two runs, as a person would start and stop it."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.url = config, Path(config.run.url)
+        self.local = self.url / "local"
+        self._toml = folder / f"{self.url.name}.toml"
+        self._toml.write_text(to_toml(config))
+        self._log = folder / f"{self.url.name}.log"
+        self._tail = LedgerTail(self.local / "ledger", from_start=True)
+        self._every = config.checkpoint.every_steps
+        self.committed: list[int] = []
+        self.step = 0
+        self.restarts = 0
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The run, which does not outlive its drill."""
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                python("ftrain.cli.entry", "run", str(self._toml)), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.config.recovery.stop_s + 30.0)
+
+    def look(self) -> None:
+        """What the ledger says that is new."""
+        for event in self._tail.new():
+            if isinstance(event, CheckpointCommitted) and event.step % self._every == 0:
+                self.committed.append(event.step)
+            self.step = max([self.step, *(record.step for record in steps_of(event))])
+
+    def run_alone(self, seconds: float) -> int:
+        """Undisturbed, for a while, and at least until there is a checkpoint; its step."""
+        with self._running() as process:
+            deadline = time.monotonic() + LEAST_PATIENCE_S + seconds
+            began: float | None = None  # the time counts from the first step
+            while not (self.committed and began is not None and time.monotonic() - began > seconds):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise DrillError(f"the unbroken run ends or does not get to a checkpoint; see {self._log}")
+                time.sleep(POLL_S)
+                self.look()
+                began = time.monotonic() if began is None and self.step else began
+        self.look()
+        return self.committed[-1]
+
+    def run_until(self, step: int, limit_s: float, tick: Callable[[], bool]) -> None:
+        """Until `step` is committed and `tick` has nothing more to do; started again whenever it ends before."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with self._running() as process:
+                while process.poll() is None:
+                    self.look()
+                    if step in self.committed and tick():
+                        return
+                    if time.monotonic() > deadline:
+                        raise DrillError(f"step {step} is not reached within {limit_s:.0f} s; see {self._log}")
+                    if step not in self.committed:
+                        tick()
+                    time.sleep(POLL_S)
+            self.restarts += 1
+            if self.restarts > RESTARTS:
+                raise DrillError(f"the run under fire ended {self.restarts} times; see {self._log}")
+
+    def status(self) -> dict[str, Any] | None:
+        """What the live coordinator says; None if there is none."""
+        with contextlib.suppress(NotRunningError, ValueError, OSError):
+            return ask(self.local, "status")
+        return None
+
+
+class Fire:
+    """Strikes in their order, each only after the run has made new progress since the last."""
+
+    def __init__(self, course: Course, strikes: Sequence[Strike], say: Say) -> None:
+        self.struck: list[Struck] = []
+        self._course, self._left, self._say = course, list(strikes), say
+        self._began: float | None = None
+        self._after_step = 0
+
+    def tick(self) -> bool:
+        """Strike if it is time; whether nothing is left to do and the run has recovered from the last."""
+        course = self._course
+        if self._began is None and course.step:
+            self._began = time.monotonic()
+        recovered = course.step > self._after_step
+        if not self._left:
+            return recovered
+        due = self._began is not None and time.monotonic() - self._began >= self._left[0].after_s
+        if course.committed and recovered and (due or self._is_late()):
+            self._strike(self._left[0])
+        return False
+
+    def _is_late(self) -> bool:
+        """The end is near: what is left is dealt out now, one after the other."""
+        return self._began is not None and time.monotonic() - self._began >= self._left[-1].after_s
+
+    def _strike(self, strike: Strike) -> None:
+        kind = BY_NAME[strike.kind]
+        status = self._course.status()
+        pid = victim(self._course.local, kind.target, strike.rank, status) if status else None
+        if status is None or status["phase"] != "running" or not pid:
+            return  # not now: tried again at the next tick
+        self._left.pop(0)
+        if kind.what == "damage":
+            damage(self._course.url, max(self._course.committed))
+        now = time.time()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if kind.what == "damage" else signal.Signals[kind.what])
+        rank = strike.rank if kind.target == "worker" else None
+        self._after_step = self._course.step + 1  # one may have been finished before the strike took effect
+        self.struck.append(Struck(kind=strike.kind, t=now, pid=pid, rank=rank, step=self._course.step))
+        self._say(f"  step {self._course.step}: {strike.kind}" + ("" if rank is None else f", rank {rank}"))
+
+
+def victim(local: Path, target: str, rank: int, status: dict[str, Any]) -> int | None:
+    """The pid to strike; None if there is none at the moment."""
+    agent = int(status["agent_pid"] or 0)
+    if target == "agent":
+        return agent
+    if target == "worker":
+        worker = status["workers"].get(str(rank), {})
+        return None if worker.get("ended", True) else int(worker["pid"])
+    if target == "coordinator":
+        return int(msgspec.json.decode((local / "owner.json").read_bytes())["pid"])
+    workers = {int(worker["pid"]) for worker in status["workers"].values()}
+    mark = b"ftrain.compose.keeper" if target == "keeper" else b"recovery.zygote"
+    return next((pid for pid in _children(agent) if pid not in workers and mark in _command(pid)), None)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def damage(url: Path, step: int) -> None:
+    """Flip a bit in the middle of a pack of a checkpoint."""
+    packs = sorted((url / "checkpoints" / f"step-{step:08d}").glob("*.pack"))
+    with packs[0].open("r+b") as file:
+        middle = packs[0].stat().st_size // 2
+        file.seek(middle)
+        value = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([value ^ 1]))
+
+
+def _compare(unbroken: Course, broken: Course, step: int, fire: Fire) -> Outcome:
+    expected, found = stored_digests(str(unbroken.url), step)[1], stored_digests(str(broken.url), step)[1]
+    told: list[Event] = [*read_ledger(str(broken.url))]
+    made = report(told)
+    struck, unexplained = match(fire.struck, made.interruptions)
+    names = sorted(expected.keys() | found.keys())
+    different = tuple(name for name in names if expected.get(name) != found.get(name))
+    return Outcome(
+        step=step,
+        equal=not different,
+        different=different,
+        struck=struck,
+        unexplained=unexplained,
+        confusion=confusion(struck),
+        restarts=broken.restarts,
+        effective_time=made.effective_time,
+    )
+
+
+EXIT = {True: ExitCode.DONE, False: ExitCode.DAMAGED}

@@ -1,0 +1,54 @@
+"""`ftrain drill`: random faults of every kind, and the state of the unbroken run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import ftrain
+from tests.runs import FTRAIN, TinyRun
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+
+def drilled(run: TinyRun, *options: str, limit_s: float) -> dict[str, Any]:
+    """One drill to its end."""
+    argv = [*FTRAIN, "drill", str(run.config), "--json", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=limit_s)
+    assert done.stdout, done.stderr
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    table = json.dumps(outcome["struck"], indent=1) + json.dumps(outcome["unexplained"], indent=1)
+    assert (done.returncode, outcome["equal"], outcome["good"]) == (0, True, True), done.stderr + table
+    assert len(outcome["struck"]) == sum(sum(counts.values()) for counts in outcome["confusion"].values())
+    shutil.rmtree(str(run.url) + "-drill")
+    return outcome
+
+
+def test_half_a_minute(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    outcome = drilled(run, "--minutes", "0.4", "--every", "3", "--seed", "2", limit_s=400)
+    assert len(outcome["struck"]) >= 2
+
+
+@pytest.mark.slow
+def test_two_minutes(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    outcome = drilled(run, "--minutes", "2", "--every", "6", "--seed", "1", limit_s=1200)
+    assert len(outcome["confusion"]) >= 5
+
+
+@pytest.mark.slow
+def test_twenty_minutes_on_four_ranks(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4)
+    drilled(run, "--minutes", "20", "--every", "60", "--seed", "0", limit_s=7000)
+
+
+def test_kinds_that_there_are(tmp_path: Path) -> None:
+    done = ftrain("drill", str(tmp_path / "none.toml"), "--faults", "worker-kill,meteorite")
+    assert done.returncode == 2
+    assert "worker-stop: SIGSTOP of the worker" in done.stderr
