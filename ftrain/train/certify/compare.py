@@ -1,0 +1,122 @@
+"""Whole arrays of a layout against those of one process, and the bounds they must keep.
+
+error      the largest difference over the array's largest value
+fp64       error against one process at most 1e-12: only the order of sums may differ
+fp32 bf16  error against the fp64 oracle at most 4 x that of one process in the same dtype, or 4 x the dtype's epsilon
+
+The oracle starts from the same state and computes with the same bf16-rounded weights, so the second bound is about arithmetic
+alone. Everything is read from checkpoints, whole; no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftrain.train.certify.messages import Held, StepDone
+from ftrain.train.certify.verdict import Failure, Worst, finite
+from storage.box import Box
+from storage.checkpoint import Checkpoint
+from storage.digest import digest_box
+
+Array = NDArray[np.generic]
+
+KINDS = ("grad", "master", "exp_avg", "exp_avg_sq")
+EXACT_BOUND = 1e-12
+FACTOR = 4.0
+EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7}
+
+
+@dataclass(slots=True)
+class Result:
+    """One update of one layout in one mode, as it was written and said."""
+
+    done: StepDone  # of rank 0
+    checkpoint: Checkpoint
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    def read(self, name: str) -> Array:
+        """A whole array, read once."""
+        if name not in self.arrays:
+            self.arrays[name] = self.checkpoint.read(name)
+        return self.arrays[name]
+
+    def names(self) -> list[str]:
+        """All arrays that are compared."""
+        return [name for name in self.checkpoint.names if name.partition("/")[0] in KINDS]
+
+    def value(self, name: str) -> Array:
+        """What is called `name`: an array, or one of the scalars."""
+        if name in ("loss", "norm"):
+            return np.array([self.done.loss if name == "loss" else self.done.grad_norm])
+        return self.read(name)
+
+
+@dataclass(slots=True)
+class Truth:
+    """What one update should give, and how far from it a layout may be."""
+
+    exact: Result
+    bound: Callable[[str], float]
+
+    def differences(self, found: Result) -> Iterator[Worst]:
+        """The error of everything that is compared, with its bound."""
+        for name in ("loss", "norm", *self.exact.names()):
+            kind, _, parameter = name.partition("/")
+            error = distance(found.value(name), self.exact.value(name))
+            yield Worst(what=kind, parameter=parameter, step=found.done.step, error=finite(error), bound=self.bound(name))
+
+
+def exact_truth(one: Result) -> Truth:
+    """fp64: one process itself."""
+    return Truth(one, lambda name: EXACT_BOUND)
+
+
+def rounded_truth(oracle: Result, one: Result, mode: str) -> Truth:
+    """The oracle, and what one process in the same dtype is away from it."""
+    bounds = {
+        name: FACTOR * max(distance(one.value(name), oracle.value(name)), EPSILON[mode])
+        for name in ("loss", "norm", *oracle.names())
+    }
+    return Truth(oracle, bounds.__getitem__)
+
+
+def distance(found: Array, truth: Array) -> float:
+    """The largest difference over the largest value of `truth`."""
+    if found.shape != truth.shape:
+        return math.inf
+    ours, theirs = found.astype(np.float64), truth.astype(np.float64)
+    difference, scale = float(np.abs(ours - theirs).max(initial=0.0)), float(np.abs(theirs).max(initial=0.0))
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
+
+
+def failures_of(found: Iterator[Worst] | list[Worst], layout: str, mode: str) -> list[Failure]:
+    """Those beyond their bounds."""
+    return [
+        Failure(layout=layout, mode=mode, step=w.step, what=w.what, parameter=w.parameter, error=w.error, bound=w.bound)
+        for w in found
+        if w.error is None or w.error > w.bound
+    ]
+
+
+def held_failures(found: Result, ranks: list[StepDone], layout: str, mode: str) -> Iterator[Failure]:
+    """Copies and live weights that are not what was written."""
+    for rank, done in enumerate(ranks):
+        for held in done.held:
+            if held.digest != _stored_digest(found, held):
+                kind, _, parameter = held.array.partition("/")
+                what = "weights" if kind == "weights" else f"copies of {kind}"
+                reason = f"rank {rank} holds other values than were written"
+                yield Failure(layout=layout, mode=mode, step=done.step, what=what, parameter=parameter, reason=reason)
+
+
+def _stored_digest(found: Result, held: Held) -> int:
+    box = Box(held.offset, held.shape)
+    values = np.ascontiguousarray(found.read(held.array)[box.slices()])
+    return digest_box(values, found.checkpoint.array(held.array).shape, box)

@@ -1,0 +1,109 @@
+"""Layouts as text: `tp=2,pp=2;dp=2,schedule=zb_v` and what each makes of a config.
+
+A layout says all of itself: axes it does not name are 1, schedule and stages are the defaults, and the number of ranks follows.
+Switches that it does not name (sp, buckets, overlaps, rank order) are the config's. A dotted name changes another section
+(`model.tied=true`): such layouts are compared with one process of the same model, so one list covers several models. Lists are
+written with plus signs: `layer_counts=1+2+1`.
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import msgspec
+
+from ftrain.config import Certify, Config, Parallel
+from ftrain.load import ConfigProblems, Problem, require_available, resolve
+from ftrain.parallel.shape import AXES
+
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+"""The modes of a certificate, and what they compute in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One layout of the list."""
+
+    name: str
+    config: Config
+
+    @property
+    def one(self) -> Config:
+        """One process of the same model and training: what it is compared with."""
+        return msgspec.structs.replace(self.config, parallel=Parallel(), faults=(), certify=Certify())
+
+    @property
+    def model_key(self) -> bytes:
+        """Equal exactly for layouts that are compared with the same process."""
+        return msgspec.json.encode(self.one, order="sorted")
+
+
+def parse_layouts(text: str, config: Config) -> list[Layout]:
+    """All layouts of a list separated by semicolons; ConfigProblems names every problem of every one of them."""
+    names = [name for item in text.split(";") if (name := "".join(item.split()))]
+    problems: list[Problem] = []
+    layouts = []
+    for name in dict.fromkeys(names):
+        try:
+            layouts.append(Layout(name, _applied(name, config)))
+        except ConfigProblems as error:
+            problems += [replace(problem, path=f"{name}: {problem.path}") for problem in error.problems]
+    if not names:
+        problems.append(Problem("--layouts", "no layout given", 'such as "tp=2;pp=2;tp=2,dp=2", or certify.layouts'))
+    if problems:
+        raise ConfigProblems(problems, "layouts")
+    return layouts
+
+
+def in_mode(config: Config, mode: str) -> Config:
+    """The same training, computed in the dtype of a mode."""
+    return msgspec.structs.replace(config, machine=msgspec.structs.replace(config.machine, compute_dtype=DTYPES[mode]))
+
+
+def _applied(name: str, config: Config) -> Config:
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    plain = msgspec.to_builtins(Parallel())
+    data["parallel"] |= {key: plain[key] for key in ("tp", "cp", "pp", "schedule", "virtual_stages", "layer_counts")}
+    data["faults"] = []
+    sizes = dict.fromkeys(AXES, 1)
+    for item in name.split(","):
+        key, _, text = item.partition("=")
+        value = _value(text)
+        if key in AXES:
+            if not isinstance(value, int) or value < 1:
+                raise ConfigProblems([Problem(key, f"given {text!r}", "a whole number of at least 1")], name)
+            sizes[key] = value  # type: ignore[index]
+        elif "." in key:
+            section, _, leaf = key.partition(".")
+            _section(data, section, name)[leaf] = value
+        else:
+            data["parallel"][key] = value
+    data["parallel"] |= {axis: size for axis, size in sizes.items() if axis != "dp"}
+    data["parallel"]["ranks"] = prod(sizes.values())
+    applied = resolve(data, origin=name)
+    require_available(applied, origin=name)
+    return applied
+
+
+def _section(data: dict[str, Any], section: str, name: str) -> dict[str, Any]:
+    found = data.get(section)
+    if not isinstance(found, dict):
+        raise ConfigProblems([Problem(section, "not a section of the config", "such as model or batch")], name)
+    return found
+
+
+def _value(text: str) -> Any:
+    if "+" in text:
+        return [_value(part) for part in text.split("+")]
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
