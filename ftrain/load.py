@@ -17,8 +17,9 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import inspect as mi
 
-from ftrain.combinations import availability, combinations, head_dim, kv_heads, replicas
+from ftrain.combinations import availability, combinations, head_dim, kv_heads, num_chunks, replicas
 from ftrain.config import Config
+from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
 from ftrain.units import format_bytes, format_count
@@ -126,12 +127,21 @@ def layout_summary(config: Config) -> str:
         (
             f"ranks   {parallel.ranks} = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {dp}, "
             f"order {', '.join(parallel.order)} (innermost first)",
+            *_pipeline(config),
             f"batch   {batch.global_batch} sequences of {config.data.seq_len} tokens = {format_count(tokens)} tokens; "
             f"{micro} micro-batches of {batch.micro_batch} over {dp} replicas: {share}",
             f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
             f"run     {config.run.steps} steps = {format_count(config.run.steps * tokens)} tokens",
         )
     )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    """Which stage holds how many layers, so that no cut is silent."""
+    parallel, stages = config.parallel, config.parallel.pp * num_chunks(config)
+    if stages > 1:
+        counts = [len(layers) for layers in partition_layers(config.model.layers, stages, parallel.layer_counts)]
+        yield f"stages  {parallel.schedule}, {stages} on {parallel.pp} ranks; layers of each: {' '.join(map(str, counts))}"
 
 
 def to_toml(config: Config) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrain.combinations import RULES, availability, combinations, nearest, nearest_divisor
-from ftrain.load import ConfigProblems, parse, require_available
+from ftrain.load import ConfigProblems, layout_summary, parse, require_available
 
 BASE = """
 run = {url = "x", steps = 10}
@@ -142,3 +142,8 @@ def test_nearest_divisors_divide(value: int, whole: int) -> None:
     assert all(whole % option == 0 for option in options)
     between = range(min(options), max(options) + 1)
     assert not [n for n in between if whole % n == 0 and n not in options]
+
+
+def test_a_dry_run_shows_which_stage_gets_how_many_layers() -> None:
+    config = parse(BASE, ["parallel.pp=2", "parallel.ranks=2", "parallel.layer_counts=[1, 3]", "parallel.schedule=zb_h1"])
+    assert "stages  zb_h1, 2 on 2 ranks; layers of each: 1 3" in layout_summary(config)
