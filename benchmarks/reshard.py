@@ -1,9 +1,9 @@
 """Loading under another layout than the one that saved: bytes, wall, memory, against PyTorch DCP in the same processes.
 
-    1 GiB of fp32 matrices, saved by rows over 4 writers; read warm, from memory the kernel holds
-    rows_to_columns   4 ranks, every array by columns
+    1.25 GiB of fp32 matrices, saved by rows over 4 writers; read warm, from memory the kernel holds
+    rows_to_columns   4 ranks, by columns what tensor parallelism cuts by columns (1 GiB)
     4_to_2, 4_to_3    by rows over fewer ranks; 3 does not divide it
-    dp_to_tp_pp       2 stages of 2 ranks, half of the arrays each, cut by rows or columns as tensor parallelism does
+    dp_to_tp_pp       2 stages of 2 ranks, half of the arrays each, by rows or columns as tensor parallelism does
 
 Each round opens the checkpoint anew. A figure is that of the slowest rank; bytes and memory are sums over the ranks, bytes as
 the kernel counted them, memory as growth over what was resident before. The first load of each kind is compared with what was

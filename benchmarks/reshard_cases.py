@@ -32,10 +32,11 @@ class Array:
 
 
 def arrays(*, tiny: bool) -> list[Array]:
-    """1 GiB (tiny: 1 MiB) of matrices, cut by columns (as wo and w2 are) and by rows in turn."""
+    """1 GiB (tiny: 1 MiB) of matrices that tensor parallelism cuts by columns, as wo and w2, and a quarter as much by rows."""
     shape = (256, 256) if tiny else (4096, 4096)
     count = 4 if tiny else 16
-    return [Array(f"master/layers.{n // 2}.{'w2' if n % 2 else 'w1'}", shape, n % 2, n) for n in range(count)]
+    columns = [Array(f"master/layers.{n}.w2", shape, 1, n) for n in range(count)]
+    return columns + [Array(f"master/layers.{n}.w1", shape, 0, count + n) for n in range(count // 4)]
 
 
 def bits(array: Array, box: Box) -> NDArray[np.int32]:
@@ -54,6 +55,10 @@ class Pair:
     stages: bool = False
     """Two stages of two ranks: half of the arrays each, cut along the dimension of tensor parallelism."""
 
+    def takes(self, array: Array) -> bool:
+        """Columns are only ever wanted of what tensor parallelism cuts by columns."""
+        return array.tp_dim == 1 or not self.columns
+
     def dim(self, array: Array) -> int:
         """Along which dimension the ranks cut an array."""
         return array.tp_dim if self.stages else int(self.columns)
@@ -70,9 +75,8 @@ PAIRS = {
 def boxes(pair: Pair, rank: int, held: list[Array]) -> list[tuple[Array, Box]]:
     """What a rank wants."""
     if not pair.stages:
-        return [(array, part(array, pair.dim(array), pair.world, rank)) for array in held]
-    half = len(held) // 2
-    mine = held[:half] if rank < 2 else held[half:]
+        return [(array, part(array, pair.dim(array), pair.world, rank)) for array in held if pair.takes(array)]
+    mine = held[rank // 2 :: 2]
     return [(array, part(array, pair.dim(array), 2, rank % 2)) for array in mine]
 
 

@@ -274,7 +274,7 @@ def _write_all(fd: int, blocks: Iterable[Bytes], key: str, path: Path) -> int:
 
 
 def _start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Let the disk work on these bytes while the next are written. Only a hint: pages that are not clean yet are not dropped."""
+    """Let the disk work on these bytes while the next are written. Only a hint; pages that are not clean are not dropped."""
     with suppress(OSError):
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
