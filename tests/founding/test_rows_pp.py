@@ -37,7 +37,7 @@ def _links(rank, config):
 
 
 @pytest.mark.dist
-def test_row_4_stages_keep_their_weights_and_hand_on_activations():
+def test_row_04_stages_keep_their_weights_and_hand_on_activations():
     """Three stages, as in the figure: forward to the next, gradients of activations back, and not a byte of weights."""
     config = piped("1f1b", pp=3, dtype="bfloat16", batch={"global_batch": 4})
     hand_on = 2 * config.data.seq_len * config.model.hidden  # bytes of a micro-batch's activations
@@ -48,7 +48,7 @@ def test_row_4_stages_keep_their_weights_and_hand_on_activations():
     assert (first_kinds, middle_kinds, last_kinds) == ({(1, "F")}, {(2, "F"), (0, "B")}, {(1, "B")})
 
 
-def test_row_4_eight_stages_are_eight_servers():
+def test_row_04_eight_stages_are_eight_servers():
     """TP8 x PP8 x DP80: a stage is a server, eight neighbouring servers are a replica."""
     mesh = MeshShape(tp=8, pp=8, dp=80)
     for dp in (0, 79):
@@ -57,7 +57,7 @@ def test_row_4_eight_stages_are_eight_servers():
 
 
 @pytest.mark.dist
-def test_row_7_the_config_says_which_stage_holds_which_layers():
+def test_row_07_the_config_says_which_stage_holds_which_layers():
     config = piped("1f1b", model={"layers": 4}, parallel={"layer_counts": (1, 3)})
     assert run_world(_layers_of, 2, config) == [["0"], ["1", "2", "3"]]
 
@@ -66,7 +66,7 @@ def _layers_of(rank, config):
     return list(engine_of(config, rank).model.layers)
 
 
-def test_row_7_cuts_equalise_time():
+def test_row_07_cuts_equalise_time():
     """A head worth three layers: the last stage takes fewer, and no stage takes longer than it has to."""
     counts = balanced_counts([1.0] * 32, 8, last=3.0)
     assert sum(counts) == 32
