@@ -89,8 +89,9 @@ def test_a_store_that_refuses_and_breaks_is_ridden_out(s3: SeaweedServer, weathe
 def test_a_success_with_an_error_in_its_body_is_no_success(s3: SeaweedServer, weather: Weather) -> None:
     store = through(weather, s3, "s3fs")
     weather.false_success = 0.7
-    stream(store, 6)
-    assert store.num_retries == weather.counts["false success"] >= 1
+    for _ in range(3):
+        stream(store, 6)
+    assert store.num_retries >= weather.counts["false success"] >= 1
     store.close()
 
 
