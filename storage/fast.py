@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from storage.errors import ConfigurationError, Damaged, ObjectMissing, StorageError
-from storage.fast_errors import fast_translated
+from storage.errors import ConfigurationError, Damaged, ObjectMissing, StorageError, Unavailable
+from storage.fast_errors import fast_translated, is_conflict
 from storage.multipart import PartShape
 from storage.objects import (
     MAX_OBJECT_BYTES,
@@ -146,7 +146,9 @@ class FastStore(ObjectStore):
         with self._errors(key) as library:
             try:
                 library.put(self._store, self._path(key), data, mode="create", use_multipart=False)
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+                if is_conflict(error):  # two creates at once, and nobody has won yet: the library takes it for a lost race
+                    raise Unavailable(f"two writers create {key} at the same time", key) from error
                 return False
         return True
 

@@ -10,7 +10,7 @@ import re
 from storage.errors import AccessDenied, ConfigurationError, Damaged, ObjectMissing, StorageError, Unavailable
 from storage.s3_errors import Where, answered
 
-__all__ = ["fast_translated"]
+__all__ = ["fast_translated", "is_conflict"]
 
 _STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -46,6 +46,12 @@ def fast_translated(error: Exception, where: Where) -> StorageError | None:
         advice = "Give the certificate of its authority as `ca_bundle` or AWS_CA_BUNDLE"
         return ConfigurationError(f"{where.endpoint} cannot be trusted: {text}. {advice}", where.key)
     return Unavailable(f"{where.endpoint} cannot be reached for {where.url}: {text}", where.key)
+
+
+def is_conflict(error: Exception) -> bool:
+    """Whether a refused create may still succeed: S3 answers 409 with one of these codes, and Azure 409 for what exists."""
+    code = _CODE.search(str(error))
+    return code is not None and code[1] in ("ConditionalRequestConflict", "OperationAborted")
 
 
 def _of_library(error: Exception) -> bool:

@@ -96,6 +96,17 @@ def test_a_success_with_an_error_in_its_body_is_no_success(s3: SeaweedServer, we
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_conflict_of_creates_is_not_a_lost_race(s3: SeaweedServer, weather: Weather, backend: str) -> None:
+    """S3 answers 409 while another create of the key is under way: nobody has won yet."""
+    store = through(weather, s3, backend)
+    weather.conflict = 0.7
+    assert [store.create(f"k{number}", b"mine") for number in range(5)] == [True] * 5
+    assert weather.counts["conflict"] >= 3
+    assert store.create("k0", b"late") is False
+    store.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stall_is_waited_out(s3: SeaweedServer, weather: Weather, backend: str) -> None:
     weather.stalled, weather.stall_s = 0.2, 0.3
     store = through(weather, s3, backend)

@@ -1,0 +1,73 @@
+"""All ranks of a load together read each chunk about once: what would be saved by reading once and exchanging is not there.
+
+On the boxes of `parallel.layout`, through the manifest and the planner of every load (ADR 0006).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ftrain.checkpoint.layout import rank_layout
+from ftrain.config import Config
+from ftrain.load import parse
+from ftrain.parallel.shape import mesh_shape
+from storage.box import Box
+from storage.manifest import Manifest, PackInfo, PackManifest
+from storage.merge import merge
+from storage.reader import LIMITS
+from storage.reshard import plan_reads
+
+BASE = """
+run = {url = "x", steps = 10}
+model = {layers = 4, hidden = 1024, heads = 8, ffn = 2816, vocab = 4096}
+data = {sources = [{path = "stdlib"}], seq_len = 64}
+batch = {global_batch = 48}
+optimizer = {lr = 1}
+"""
+
+LAYOUTS = {
+    "one": {},
+    "dp8": {"ranks": 8},
+    "dp3": {"ranks": 3},
+    "tp4": {"ranks": 4, "tp": 4},
+    "tp8": {"ranks": 8, "tp": 8},
+    "pp2 dp4": {"ranks": 8, "pp": 2},
+    "tp2 pp2 dp2": {"ranks": 8, "tp": 2, "pp": 2},
+    "tp4 dp2": {"ranks": 8, "tp": 4},
+}
+
+
+def laid_out(name: str) -> Config:
+    return parse(BASE, [f"parallel.{key}={value}" for key, value in LAYOUTS[name].items()])
+
+
+def boxes_of(config: Config) -> list[list[tuple[str, Box]]]:
+    """What each rank loads: masters and moments of its shard. Weights are made from them."""
+    return [
+        [(part.array, part.box) for part in rank_layout(config, place).parts if not part.array.startswith("weights/")]
+        for place in mesh_shape(config).coordinates()
+    ]
+
+
+def manifest_of(config: Config) -> Manifest:
+    packs = []
+    for rank, place in enumerate(mesh_shape(config).coordinates()):
+        layout = rank_layout(config, place)
+        info = PackInfo(name=f"e0000-a0000-r{rank:05d}.pack", nbytes=layout.nbytes)
+        packs.append(PackManifest(pack=info, arrays=list(layout.specs.values()), parts=list(layout.parts), digests={}))
+    return merge(packs, step=1, epoch=0, attempt=0, progress={}, created_s=0.0)
+
+
+def read_over_needed(manifest: Manifest, config: Config) -> float:
+    """Bytes that all ranks read, over the bytes of the masters and moments."""
+    plans = [plan_reads(manifest, wants, limits=LIMITS) for wants in boxes_of(config) if wants]
+    state = sum(spec.nbytes for spec in manifest.arrays if not spec.name.startswith("weights/"))
+    return sum(plan.read_bytes for plan in plans) / state
+
+
+@pytest.mark.parametrize("saved", ["one", "dp3", "tp4", "tp2 pp2 dp2"])
+def test_all_ranks_together_read_the_state_about_once(saved: str) -> None:
+    manifest = manifest_of(laid_out(saved))
+    found = {loaded: read_over_needed(manifest, laid_out(loaded)) for loaded in LAYOUTS}
+    assert max(found.values()) <= 1.1, found
+    assert min(found.values()) >= 1.0
