@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and say it."""
     chosen = common.options(__doc__.splitlines()[0], rounds=3).parse_args(arguments)
     rounds, seconds = (1, 0.002) if chosen.tiny else (chosen.rounds, 0.03)
-    m, hidden = (8, 32) if chosen.tiny else (16, 256)
+    m, hidden = (8, 32) if chosen.tiny else (16, 128)
     machine = common.Machine()
     sleeps = {name: compare(asleep, config_of(name, ranks=4, microbatches=m, hidden=32), rounds, seconds) for name in SCHEDULES}
     matmuls = {
