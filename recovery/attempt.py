@@ -18,6 +18,7 @@ from recovery.delegate import DeadWorker
 from recovery.evidence import Evidence
 from recovery.heartbeat import Beat
 from recovery.messages import AgentHello, Exited
+from recovery.stragglers import Stragglers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Attempt:
     failing: dict[int, str] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     beats_at: float = 0.0
+    stragglers: Stragglers = field(default_factory=Stragglers)
     warm: bool = False
     """Whether a step of it was finished."""
 

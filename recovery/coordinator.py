@@ -339,6 +339,7 @@ class Coordinator:
             attempt=attempt,
             verdict_id=f"e{self.delegate.epoch}-v{self._verdicts}",
             agent_survived=not trouble.agent_lost,
+            incidents=self.spec.local_dir / "incidents",
         )
         log.info("attempt %d: %s; %s: %s", case.info.attempt, case.verdict.class_, case.decision.action, case.decision.reason)
         return case

@@ -129,6 +129,7 @@ class Desk:
         """The run as it stands, in plain JSON values."""
         state, attempt = self.journal.state, self.attempt
         decision = state.last_decision
+        slowest = attempt.stragglers.slowest if attempt is not None else None
         return {
             "phase": str(state.phase),
             "epoch": state.epoch,
@@ -145,6 +146,7 @@ class Desk:
             "agent_pid": self.agent.pid,
             "stopping": self.control.stop,
             "workers": attempt.describe() if attempt is not None else {},
+            "slowest": slowest.describe() if slowest is not None else None,
             "run": self._delegate.status(),
         }
 
@@ -159,6 +161,7 @@ class Desk:
                 self.journal.extend(self._delegate.on_keeper(payload))
             case Heartbeats(beats=beats) if self.attempt is not None:
                 self.attempt.report(beats)
+                self._watch_pace(self.attempt)
             case Exited():
                 self._exited(message)
             case Signalled():
@@ -171,6 +174,16 @@ class Desk:
                 self._current().workers[rank].pid = pid
             case Prepared() | PrepareFailed() | EvidenceCollected() | Refused():
                 self.answers[type(message)] = message
+
+    def _watch_pace(self, attempt: Attempt) -> None:
+        """A straggler is told, not acted upon: it costs time, a restart costs more."""
+        found = attempt.stragglers.see(attempt.beats.values())
+        if found is not None:
+            log.warning("%s", found.describe())
+            now = time.time()
+            self.journal.append(
+                events.Straggler(t=now, attempt=attempt.number, rank=found.rank, ratio=found.ratio, reason=found.describe())
+            )
 
     def _told_by_worker(self, attempt: int, told: Sequence[events.Event]) -> None:
         if self._is_current(attempt) and any(True for event in told for _ in events.steps_of(event)):

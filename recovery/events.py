@@ -15,7 +15,7 @@ Conventions, for all events:
       run        RunStarted  ConfigChanged  EpochTaken  StopRequested  RunEnded
       attempt    AttemptStarted  Ready  StepFinished  StepsFinished  Evaluated  AttemptEnded
       state      SnapshotCompleted  CheckpointCommitted  CheckpointFailed  CheckpointPassedOver  TierCommitted  StorageNotice
-      trouble    ProcessDied  SignalSent  Suspected  InterruptionClassified  Decided  Relabelled
+      trouble    ProcessDied  SignalSent  Suspected  Straggler  InterruptionClassified  Decided  Relabelled
 """
 
 from __future__ import annotations
@@ -231,6 +231,15 @@ class Suspected(Event, frozen=True, kw_only=True):
     node: str = ""
 
 
+class Straggler(Event, frozen=True, kw_only=True):
+    """A rank computes so many times as long as the median rank, and has for a while. Nothing is done about it."""
+
+    rank: int
+    ratio: float
+    reason: str
+    node: str = ""
+
+
 class InterruptionClassified(Event, frozen=True, kw_only=True):
     """The verdict on an interruption. `verdict_id` is unique within the run."""
 
@@ -296,6 +305,7 @@ AnyEvent = (
     | ProcessDied
     | SignalSent
     | Suspected
+    | Straggler
     | InterruptionClassified
     | Decided
     | AttemptEnded

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 RECORD_SIZE = 256
 PHASE_SIZE = 40
-BODY = struct.Struct(f"<Qiiqiqd{PHASE_SIZE}s")
+BODY = struct.Struct(f"<Qiiqiqdd{PHASE_SIZE}s")
 CRC = struct.Struct("<I")
 CONTROL = struct.Struct("<qq")
 CONTROL_SIZE = 4096
@@ -42,6 +42,8 @@ class Beat(Struct, frozen=True, kw_only=True):
     """Number of collectives issued so far, if the worker counts them."""
     count: int = 0
     """How often the rank has reported."""
+    busy_s: float = 0.0
+    """Seconds the rank has computed in this attempt without waiting for others, if the worker counts them."""
     t: float = 0.0
     """Time of the report on this machine's monotonic clock."""
     age_s: float = 0.0
@@ -56,6 +58,7 @@ class HeartbeatWriter:
         self.rank = rank
         self.attempt = attempt
         self.step = -1
+        self.busy_s = 0.0
         self._page = mmap.mmap(fd, os.fstat(fd).st_size)
         self._start = index * RECORD_SIZE
         self._count = 0
@@ -67,7 +70,7 @@ class HeartbeatWriter:
         self._count += 1
         text = phase.encode()[:PHASE_SIZE]
         now = time.monotonic()
-        body = BODY.pack(self._count, self.rank, self.attempt, self.step, microbatch, collective, now, text)
+        body = BODY.pack(self._count, self.rank, self.attempt, self.step, microbatch, collective, now, self.busy_s, text)
         record = body + CRC.pack(zlib.crc32(body))
         self._page[self._start : self._start + len(record)] = record
 
@@ -109,7 +112,7 @@ class HeartbeatReader:
 
 
 def _beat(body: bytes) -> Beat:
-    count, rank, attempt, step, microbatch, collective, t, text = BODY.unpack(body)
+    count, rank, attempt, step, microbatch, collective, t, busy_s, text = BODY.unpack(body)
     return Beat(
         rank=rank,
         attempt=attempt,
@@ -118,6 +121,7 @@ def _beat(body: bytes) -> Beat:
         microbatch=microbatch,
         collective=collective,
         count=count,
+        busy_s=busy_s,
         t=t,
         age_s=max(0.0, time.monotonic() - t),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from recovery import events
@@ -18,6 +21,8 @@ from recovery.hang import culprit
 from recovery.journal import Journal
 from recovery.policy import Decision, Limits, decide
 from recovery.state import RunState
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +42,15 @@ def judge(
     attempt: Attempt | None,
     verdict_id: str,
     agent_survived: bool,
+    incidents: Path,
 ) -> Case:
-    """Classify and decide. If an earlier coordinator did so for this attempt and died, its decision stands."""
+    """Classify and decide; the evidence is kept in `incidents`. If an earlier coordinator did so for this attempt and died, its
+    decision stands.
+    """
     number = attempt.number if attempt is not None else journal.state.attempt
     if attempt is not None:
         evidence = replace(evidence, steps=steps_done(journal.state))
+    keep(incidents, verdict_id, evidence)
     verdict = classify(evidence)
     earlier = journal.state.last_decision
     if earlier is not None and attempt is not None and earlier.attempt == number:
@@ -56,6 +65,16 @@ def judge(
         agent_survived=agent_survived,
     )
     return Case(verdict=verdict, decision=decision, info=info)
+
+
+def keep(folder: Path, verdict_id: str, evidence: Evidence) -> None:
+    """As a case that `ftrain classify` reads: an incident can be looked at again, and become a test. Costs nobody a restart."""
+    try:
+        folder.mkdir(exist_ok=True)
+        case = msgspec.json.encode(replace(evidence, id=verdict_id))
+        (folder / f"{verdict_id}.json").write_bytes(case)
+    except OSError as error:
+        log.warning("the evidence of %s is not kept: %s", verdict_id, error)
 
 
 def blame(journal: Journal, attempt: int, ranks: Sequence[int], gathered: Evidence) -> str:

@@ -187,6 +187,7 @@ class ReportBuilder:
         self._interruptions: dict[str, InterruptionRow] = {}
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
+        self._only_suspected = False
         self._checkpoints = CheckpointRows()
         self._hours: dict[int, list[float]] = {}  # hour -> [tokens, seconds]
 
@@ -265,6 +266,7 @@ class ReportBuilder:
         expected = isinstance(event, ProcessDied) and (event.ours or event.status == 0 or event.kind not in ("worker", "agent"))
         if self._sign_t is None and not expected:
             self._sign_t = event.t
+            self._only_suspected = isinstance(event, Suspected)
 
     def _trouble(self, event: InterruptionClassified | Decided | Relabelled) -> None:
         if isinstance(event, InterruptionClassified):
@@ -320,6 +322,8 @@ class ReportBuilder:
 
     def _steps(self, attempt: int, fresh: Sequence[StepRecord]) -> None:
         for record in fresh:
+            if self._only_suspected and self._sign_t is not None and record.t_end > self._sign_t:
+                self._sign_t = None  # a suspicion that did not come true
             hour = self._hours.setdefault(int(record.t_begin // 3600 % 24), [0.0, 0.0])
             hour[0] += record.tokens
             hour[1] += max(0.0, record.t_end - record.t_begin)

@@ -15,6 +15,7 @@ from recovery.events import (
     ProcessDied,
     Ready,
     SignalSent,
+    Straggler,
     Suspected,
     steps_of,
 )
@@ -73,6 +74,8 @@ def _story(event: Event) -> Iterator[str]:
             yield f"we sent signal {event.signal} to {event.kind} {event.pid}: {event.reason}"
         case Suspected():
             yield f"suspected since {_clock(event.since)}: {event.reason}"
+        case Straggler():
+            yield f"straggler: {event.reason}"
         case InterruptionClassified():
             verdict = event.verdict
             yield f"verdict {verdict.class_} ({verdict.component}), confidence {verdict.confidence:.2f}: {verdict.reason}"

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 
 from ftrain.compose.ledgers import LedgerTail, read_ledger
 from ftrain.compose.proof import stored_digests
-from ftrain.compose.strikes import BY_NAME, Strike, Struck, confusion, match, plan
-from ftrain.config import Config
+from ftrain.compose.strikes import BY_NAME, Strike, Struck, confusion, inside, match, plan
+from ftrain.config import Config, Fault
 from ftrain.load import to_toml
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
@@ -77,17 +77,19 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     half_s = orders.minutes * 30.0
-    unbroken, broken = (Course(variant(config, folder / name), folder) for name in ("unbroken", "broken"))
+    unbroken = Course(variant(config, folder / "unbroken"), folder)
     say(f"the unbroken run, for {half_s:.0f} s")
     step = unbroken.run_alone(half_s)
     strikes = plan(orders.kinds, seed=orders.seed, seconds=half_s, mean_gap_s=orders.mean_gap_s, ranks=config.parallel.ranks)
+    faults = inside(strikes, steps=step, seconds=half_s)
+    broken = Course(variant(config, folder / "broken", faults), folder)
     say(f"the run under fire, to the checkpoint of step {step}: {len(strikes)} strikes planned")
-    fire = Fire(broken, strikes, say)
+    fire = Fire(broken, [strike for strike in strikes if BY_NAME[strike.kind].target != "inside"], say)
     broken.run_until(step, max(LEAST_PATIENCE_S, PATIENCE * half_s), fire.tick)
-    return _compare(unbroken, broken, step, fire)
+    return _compare(unbroken, broken, step, [*fire.struck, *fired(broken, orders.kinds)])
 
 
-def variant(config: Config, url: Path) -> Config:
+def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config:
     """The config for a drill: as many steps as there is time for, all checkpoints kept, hangs found soon."""
     recovery = replace(config.recovery, hang_s=min(config.recovery.hang_s, 10.0), hang_floor_s=5.0, backoff_s=0.1, notice="")
     return replace(
@@ -95,7 +97,7 @@ def variant(config: Config, url: Path) -> Config:
         run=replace(config.run, url=str(url), local_dir="", steps=max(config.run.steps, 1_000_000)),
         checkpoint=replace(config.checkpoint, retention=()),
         recovery=recovery,
-        faults=(),
+        faults=faults,
     )
 
 
@@ -257,11 +259,23 @@ def damage(url: Path, step: int) -> None:
         file.write(bytes([value ^ 1]))
 
 
-def _compare(unbroken: Course, broken: Course, step: int, fire: Fire) -> Outcome:
+def fired(course: Course, kinds: Sequence[str]) -> list[Struck]:
+    """What workers did to themselves, by the markers that they left (`ftrain.faults`)."""
+    names = {BY_NAME[name].what: name for name in kinds if BY_NAME[name].target == "inside"}
+    found: list[Struck] = []
+    for number, fault in enumerate(course.config.faults):
+        marker = course.local / "faults" / f"fault-{number}"
+        if marker.exists():
+            t = marker.stat().st_mtime
+            found.append(Struck(kind=names[fault.kind], t=t, pid=0, rank=fault.rank, step=fault.step))
+    return found
+
+
+def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Struck]) -> Outcome:
     expected, found = stored_digests(str(unbroken.url), step)[1], stored_digests(str(broken.url), step)[1]
     told: list[Event] = [*read_ledger(str(broken.url))]
     made = report(told)
-    struck, unexplained = match(fire.struck, made.interruptions)
+    struck, unexplained = match(strikes, made.interruptions)
     names = sorted(expected.keys() | found.keys())
     different = tuple(name for name in names if expected.get(name) != found.get(name))
     return Outcome(

@@ -6,6 +6,7 @@ The zygote imports this module before any fork, so torch and the engine are load
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ def main(context: WorkerContext) -> None:
         progress=lambda phase, microbatch: progress(phase, microbatch),
     )
 
+    pace = Pace()
+
     def progress(phase: str, microbatch: int) -> None:
+        context.heartbeat.busy_s += pace.enter(phase)
         context.heartbeat.beat(phase, microbatch=microbatch)
         if phase == "reduce":
             faults.reached("gradients", engine.step + 1)
@@ -95,6 +99,25 @@ def main(context: WorkerContext) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+class Pace:
+    """How long this rank computes by itself: from its first forward to its last backward, after which it waits for others."""
+
+    def __init__(self) -> None:
+        self._began = self._last = 0.0
+
+    def enter(self, phase: str) -> float:
+        """A phase begins; the seconds that are complete now: those of the micro-batches of a step that ends in `reduce`."""
+        now = time.monotonic()
+        if phase == "reduce":
+            done = max(0.0, self._last - self._began) if self._began else 0.0  # a replica may have no micro-batch
+            self._began = 0.0
+            return done
+        if phase == "forward" and not self._began:
+            self._began = now
+        self._last = now if phase == "backward" else self._last
+        return 0.0
 
 
 def spoil(engine: Engine, kind: str) -> None:

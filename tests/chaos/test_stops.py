@@ -28,6 +28,9 @@ def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, 
     text = ftrain("report", run.url).stdout
     assert f"go on     ftrain run {run.config}" in text
     assert "ftrain_interruptions_total" in (run.local / "metrics.prom").read_text()
+    (incident,) = (run.local / "incidents").glob("*.json")
+    again = ftrain_json("classify", str(incident))
+    assert (again["class"], again["first_failing_rank"]) == ("software_error", 1)
 
 
 def test_a_spot_notice_is_followed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:

@@ -97,3 +97,22 @@ def test_one_attempt_explained() -> None:
 def test_an_empty_ledger_is_refused() -> None:
     with pytest.raises(ReportError):
         report([])
+
+
+def test_a_suspicion_that_did_not_come_true_is_no_sign_of_the_next_interruption() -> None:
+    def step(number: int, t: float) -> ev.Event:
+        return ev.StepFinished(t=t, attempt=0, step=number, t_begin=t - 1, t_end=t)
+
+    told: list[ev.Event] = [
+        ev.RunStarted(t=0, run_id="r"),
+        ev.AttemptStarted(t=1, attempt=0, ranks=1, source="init"),
+        ev.Ready(t=2, attempt=0, step=0),
+        ev.Suspected(t=3.5, attempt=0, reason="not finite, and finite when repeated", since=3.5),
+        step(1, 3.4),
+        step(2, 5.0),
+        ev.Suspected(t=10.0, attempt=0, reason="no progress", since=6.0),
+        ev.InterruptionClassified(
+            t=11.0, attempt=0, verdict_id="v", verdict=ev.Verdict(class_="collective_timeout", component="unknown")
+        ),
+    ]
+    assert [row.t for row in report(told).interruptions] == [10.0]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ftrain.compose.strikes import BY_NAME, NONE, Struck, confusion, match, plan
+from ftrain.compose.strikes import BY_NAME, NONE, Strike, Struck, confusion, inside, match, plan
 from recovery.report import InterruptionRow
 
 NAMES = tuple(BY_NAME)
@@ -66,3 +66,18 @@ def test_strikes_meet_their_interruptions_and_nothing_is_explained_twice() -> No
     ]
     assert [it.t for it in left] == [35.0]
     assert confusion(matched) == {"keeper-kill": {NONE: 1}, "worker-kill": {"unknown": 1}, "worker-stop": {"data_error": 1}}
+
+
+def test_two_strikes_at_once_may_be_one_interruption() -> None:
+    struck = [Struck(kind=kind, t=t, pid=1, rank=0, step=1) for kind, t in [("exception", 10.5), ("worker-kill", 10.0)]]
+    matched, left = match(struck, [row(10.6, "unknown")])
+    assert [(it.kind, it.class_, it.right) for it in matched] == [("worker-kill", NONE, True), ("exception", "unknown", True)]
+    assert left == []
+
+
+def test_what_workers_do_to_themselves_has_a_step_in_place_of_a_time() -> None:
+    strikes = [
+        Strike(after_s=after_s, kind=kind, rank=1) for after_s, kind in [(10.0, "nan"), (20.0, "keeper-kill"), (30.0, "loop")]
+    ]
+    faults = inside(strikes, steps=600, seconds=60.0)
+    assert [(it.kind, it.at, it.step, it.rank) for it in faults] == [("nan", "gradients", 100, 1), ("loop", "step", 300, 1)]
