@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from storage.run import RunStore
 
 from ftrain.config import Config
 from ftrain.load import Change, changes
+from storage.run import RunStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

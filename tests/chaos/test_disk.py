@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_failed_save_may_stop_the_run(small_disk, corpus: str, tmp_path: Path)
     check_whole(run)
 
 
-# -- before the first step -------------------------------------------------------------------------------------------------------
+# -- before the first step ---------------------------------------------------------------------------------------------
 
 
 def refused(run: TinyRun, code: int, *words: str, options: tuple[str, ...] = ()) -> None:
@@ -110,12 +111,20 @@ def test_a_read_only_local_folder(small_disk, corpus: str, tmp_path: Path) -> No
     refused(TinyRun(folder=tmp_path, corpus=corpus, local_dir=str(disk / "local")), 5, str(disk), "ead-only")
 
 
+def fill(disk: Path) -> None:
+    """Not one block is left."""
+    with (disk / "ballast").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
 def test_a_disk_that_is_full_from_the_start(small_disk, corpus: str, tmp_path: Path) -> None:
     disk = small_disk(1)
     (disk / "run").mkdir()
-    with (disk / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError):
-        while True:
-            file.write(bytes(4096))
+    fill(disk)
     run = TinyRun(folder=tmp_path, corpus=corpus, url=str(disk / "run"), local_dir=str(tmp_path / "local"))
     refused(run, 5, "no space left", str(disk))
 

@@ -84,7 +84,9 @@ def test_after_a_power_cut_the_newest_that_verifies_is_taken(run: TinyRun, unbro
     assert tier(run).open().step == 30
 
 
-def test_a_damaged_checkpoint_is_healed_from_the_run_s_own_tiers(run: TinyRun, unbroken: dict[str, str], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_healed_from_the_run_s_own_tiers(
+    run: TinyRun, unbroken: dict[str, str], tmp_path: Path
+) -> None:
     code, output = run.run()
     assert code == 0, output
     pack = next(Path(run.url).glob("checkpoints/step-00000030/*.pack"))

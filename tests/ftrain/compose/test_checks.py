@@ -24,8 +24,19 @@ def run(tmp_path: Path) -> TinyRun:
 def test_doctor_finds_this_machine_fit(run: TinyRun) -> None:
     found = ftrain_json("doctor", str(run.config))
     assert {it["name"]: it["status"] for it in found if it["name"] != "shared memory"} == dict.fromkeys(
-        ("disk", "port", "interface", "descriptors", "memory areas", "memory", "storage", "clock", "collective", "device")
-        + ("time limits",),
+        (
+            "disk",
+            "port",
+            "interface",
+            "descriptors",
+            "memory areas",
+            "memory",
+            "storage",
+            "clock",
+            "collective",
+            "device",
+            "time limits",
+        ),
         "ok",
     )
 
@@ -42,7 +53,7 @@ def test_doctor_says_whose_fault_it_is(run: TinyRun) -> None:
 
 
 def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
-    with pytest.raises(RefusedError, match="no network interface 'nope0'; there are .*; set machine.interface"):
+    with pytest.raises(RefusedError, match=r"no network interface 'nope0'; there are .*; set machine.interface"):
         checks.before_start(load(str(run.config), ["machine.interface=nope0"]))
 
 
