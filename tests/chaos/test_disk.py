@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+from io import RawIOBase
 from pathlib import Path
 
 import pytest
@@ -113,12 +113,13 @@ def test_a_read_only_local_folder(small_disk, corpus: str, tmp_path: Path) -> No
 
 def fill(disk: Path) -> None:
     """Not one block is left."""
-    with (disk / "ballast").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+
+    def write(file: RawIOBase) -> None:
+        while True:
+            file.write(bytes(4096))
+
+    with (disk / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        write(file)
 
 
 def test_a_disk_that_is_full_from_the_start(small_disk, corpus: str, tmp_path: Path) -> None:
