@@ -1,0 +1,91 @@
+"""Two runs on one URL: one proceeds, the other is told who holds it; a zombie of an older epoch does no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from recovery.client import ask
+from recovery.codes import ExitCode
+from recovery.events import CheckpointCommitted, RunEnded, StorageNotice
+from recovery.owner import this_process
+from storage.lease import read_holder, renew
+from storage.objects import open_store
+from storage.run import RunStore
+from tests.runs import TinyRun, finish, no_process_left
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+
+def test_the_second_of_two_runs_on_one_url_is_told_who_holds_it(corpus: str, tmp_path: Path) -> None:
+    """They share nothing but the URL: another local folder, as on another machine."""
+    first, second = (
+        TinyRun(
+            folder=tmp_path / name,
+            corpus=corpus,
+            url=str(tmp_path / "run"),
+            local_dir=str(tmp_path / name / "local"),
+            steps=100_000,
+        )
+        for name in ("a", "b")
+    )
+    parent = first.start()
+    first.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
+    held = read_holder(open_store(first.url))
+    assert held is not None
+    code, output = second.run()
+    assert code == ExitCode.HELD, output
+    assert f"is held by process {held.record.owner['pid']} on {held.record.owner['host']}" in " ".join(output.split())
+    ask(first.local, "stop")
+    assert finish(parent)[0] == ExitCode.STOPPED
+    assert RunStore(open_store(first.url)).open().verify().ok
+    after = read_holder(open_store(first.url))
+    assert after is not None
+    assert after.over, "it let go"
+
+
+def test_a_live_owner_on_another_host_is_refused_until_it_is_taken_over(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=3)
+    elsewhere = msgspec.structs.replace(this_process(), host="node-b", pid=77)
+    renew(open_store(run.url), epoch=0, owner=msgspec.to_builtins(elsewhere), lease_s=600.0)
+    code, output = run.run()
+    assert code == ExitCode.HELD, output
+    assert "process 77 on node-b" in " ".join(output.split())
+    assert "--take-over" in output
+    code, output = run.run("--take-over")
+    assert code == 0, output
+
+
+def test_a_zombie_that_was_taken_over_leaves_and_the_new_history_is_unharmed(corpus: str, tmp_path: Path) -> None:
+    """The first coordinator and all of its processes are stopped, a second run takes over, then the first wake up again."""
+    lease = "[storage]\nlease_s = 10"
+    first = TinyRun(
+        folder=tmp_path / "a",
+        corpus=corpus,
+        url=str(tmp_path / "run"),
+        local_dir=str(tmp_path / "a/local"),
+        steps=100_000,
+        extra=lease,
+    )
+    second = TinyRun(folder=tmp_path / "b", corpus=corpus, url=first.url, local_dir=str(tmp_path / "b/local"), extra=lease)
+    parent = first.start()
+    with no_process_left(first):
+        first.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
+        asleep = [process.pid for group in first.processes().values() for process in group]
+        for pid in asleep:
+            os.kill(pid, signal.SIGSTOP)
+        code, output = second.run("--take-over")
+        before = stored_digests(second.url)
+        for pid in asleep:
+            os.kill(pid, signal.SIGCONT)
+        assert code == 0, output
+        first.wait_for(lambda events: any(isinstance(event, StorageNotice) and event.topic == "owner" for event in events))
+        finish(parent)
+    assert any(isinstance(event, RunEnded) for event in first.events())
+    assert stored_digests(second.url) == before
+    assert before[0] == 30
