@@ -57,17 +57,21 @@ class Certifier:
     modes: Sequence[str]
     defect: str = ""
     note: Note = lambda line: None
-    rows: list[Row] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    ring: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list, init=False)
+    failures: list[Failure] = field(default_factory=list, init=False)
+    ring: list[str] = field(default_factory=list, init=False)
+    _references: dict[tuple[bytes, str], Reference] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def certify(self, config: Config, layouts: Sequence[Layout]) -> Certificate:
-        """All layouts, grouped by their models."""
-        pairs = 0
+        """All layouts, grouped by their models. May be called again: references are kept."""
+        self.rows, self.failures, self.ring, pairs = [], [], [], 0
         for group in by_model(layouts):
             self.note(f"reference of {len(group)} layouts")
-            references = {mode: self._reference(group[0].one, mode) for mode in self.modes}
+            for mode in self.modes:
+                if (group[0].model_key, mode) not in self._references:
+                    self._references[group[0].model_key, mode] = self._reference(group[0].one, mode)
+            references = {mode: self._references[group[0].model_key, mode] for mode in self.modes}
             self._layouts(group, references)
             count, failures = check_pairs([Layout("one process", group[0].one), *group])
             pairs += count

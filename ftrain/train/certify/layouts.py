@@ -76,7 +76,7 @@ def _applied(name: str, config: Config) -> Config:
         if key in AXES:
             if not isinstance(value, int) or value < 1:
                 raise ConfigProblems([Problem(key, f"given {text!r}", "a whole number of at least 1")], name)
-            sizes[key] = value  # type: ignore[index]
+            sizes[key] = value
         elif "." in key:
             section, _, leaf = key.partition(".")
             _section(data, section, name)[leaf] = value

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count as count_from
+from math import gcd
 from typing import Any
 
 import msgspec
@@ -18,7 +21,7 @@ import torch
 from ftrain.checkpoint.copy import TORCH_DTYPES, copy_pairs, run_copy
 from ftrain.checkpoint.restore import live_digests, restore
 from ftrain.config import Config
-from ftrain.data.dataset import Dataset
+from ftrain.data.dataset import Batch, Dataset
 from ftrain.parallel.arrays import MASTER, WEIGHTS, StatePiece
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape
@@ -36,23 +39,32 @@ EPOCH = ATTEMPT = 0
 
 
 class Recorder:
-    """The data, with a record of every training sequence that was read."""
+    """The config's data, with a record of every training sequence that was read.
+
+    Its tokens are renumbered, one to one, so that they lie all over the vocabulary: text of bytes uses its first half only, and
+    what tensor parallelism does to the other parts would never be seen.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+        self._factor = next(n for n in count_from(round(dataset.vocab * 0.618)) if gcd(n, dataset.vocab) == 1)
         self.read: list[tuple[int, str]] = []
 
     def sequences(self, first: int, count: int) -> Arrays:
-        """As the dataset's."""
-        batch = self._dataset.sequences(first, count)
+        """As the dataset's, renumbered."""
+        batch = self._renumbered(self._dataset.sequences(first, count))
         for row in range(count):
             values = (batch.tokens[row], batch.targets[row], batch.valid[row])
             self.read.append((first + row, hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()[:16]))
         return batch
 
     def heldout(self, first: int, count: int) -> Arrays:
-        """As the dataset's."""
-        return self._dataset.heldout(first, count)
+        """As the dataset's, renumbered."""
+        return self._renumbered(self._dataset.heldout(first, count))
+
+    def _renumbered(self, batch: Batch) -> Batch:
+        tokens, targets = ((ids * self._factor) % self._dataset.vocab for ids in (batch.tokens, batch.targets))
+        return replace(batch, tokens=tokens, targets=targets)
 
     def take(self) -> list[tuple[int, str]]:
         """What was read since the last call."""

@@ -1,0 +1,223 @@
+"""Defects that a certificate must find, each a context manager that breaks this process's engine for one task.
+
+Only tests know them: a worker is told `certify_defects:name`. Most are bugs that were shipped by others; each leaves training
+plausible: it runs, and the loss falls.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+from ftrain.model import init, transformer
+from ftrain.parallel import mesh, ops, optimizer, weight
+from ftrain.train import passes, step
+
+DEFECTS = {}
+
+
+def defect(layout, parameter, *, what="grad", mode="fp64"):
+    """Register a defect: under which layout, and which parameter must be named (a pattern), as what."""
+
+    def register(function):
+        made = contextmanager(function)
+        DEFECTS[function.__name__] = (layout, parameter, what, mode)
+        return made
+
+    return register
+
+
+def patched(owner, name, broken):
+    """`broken` is given the original first."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **options: broken(original, *args, **options))
+
+
+@defect("pp=2", "embedding|head|layers", what="master")
+def stage_local_norm():
+    """Each stage clips by the norm of its own gradients (Megatron-LM 596)."""
+
+    def vote(original, mesh, *, squares, loss, flags, exact):
+        outcome = original(mesh, squares=squares, loss=loss, flags=flags, exact=exact)
+        return replace(outcome, norm=math.sqrt(float(mesh.all_reduce(squares.clone(), ("dp",)))))
+
+    with patched(step, "vote", vote):
+        yield
+
+
+@defect("tp=2", r"layers\.0\.attention_norm")
+def sequence_parallel_norm_not_summed():
+    with patched(optimizer.ShardedAdamW, "_sum_partial", lambda original, self, region: None):
+        yield
+
+
+@defect("tp=4", r"layers\.0\.attention\.wk")
+def copies_of_kv_heads_not_summed():
+    def sum_neighbours(original, self, tensor, width):
+        return tensor if width < self.shape.tp else original(self, tensor, width)
+
+    with patched(mesh.Mesh, "sum_neighbours", sum_neighbours):
+        yield
+
+
+@defect("pp=2", r"layers\.1\.mlp\.w1")
+def dropped_layer():
+    """30 layers silently built as 28 (Megatron-LM 1304)."""
+
+    def forward(original, self, x, part=None):
+        return original(self, x, [name for name in (self.blocks if part is None else part) if name != "layers.1"])
+
+    with patched(transformer.Transformer, "forward", forward):
+        yield
+
+
+@defect("pp=2,model.tied=true", "embedding")
+def doubled_tied_gradient():
+    def reduce_twins(original, self):
+        original(self)
+        for region in self.regions:
+            if region.twin is not None:
+                self.mesh.region(region.main_grad).mul_(2)
+
+    with patched(optimizer.ShardedAdamW, "reduce_twins", reduce_twins):
+        yield
+
+
+@defect("pp=2,model.tied=true", "embedding", what="weights")
+def twin_keeps_its_old_weights():
+    def update(original, self, **options):
+        kept = [(r.weights, r.weights.clone()) for r in self.regions if r.is_copy(self._pp)]
+        original(self, **options)
+        for weights, before in kept:
+            weights.copy_(before)
+
+    with patched(optimizer.ShardedAdamW, "update", update):
+        yield
+
+
+@defect("tp=2", r"layers\.0\.attention\.wq")
+def wrong_rope_offset():
+    """Keys stand one place further on than queries."""
+
+    def rotate(original, x, cos, sin):
+        is_keys = x.shape[2] == 1
+        return original(x, cos.roll(1, 0), sin.roll(1, 0)) if is_keys else original(x, cos, sin)
+
+    with patched(transformer, "rotate", rotate):
+        yield
+
+
+@defect("dp=3", r"layers\.0\.mlp\.w2")
+def mean_of_unequal_microbatches():
+    """Each replica divides by its own tokens."""
+
+    def accumulate(original, self, parts, scale):
+        return original(self, parts, 1 / (sum(int(part.valid.sum()) for part in parts) * self.mesh.shape.dp))
+
+    with patched(passes.Passes, "accumulate", accumulate):
+        yield
+
+
+@defect("pp=2", r"layers\.1\.mlp\.w2")
+def missing_loss_scale():
+    """PP gradients unscaled (torchtitan 2972)."""
+    with patched(passes.Passes, "accumulate", lambda original, self, parts, scale: original(self, parts, 1.0)):
+        yield
+
+
+@defect("tp=2,model.kv_heads=4", r"layers\.0\.attention\.wq")
+def queries_and_keys_swapped():
+    def column(original, group, x, *weights):
+        outputs = original(group, x, *weights)
+        return (outputs[1], outputs[0], outputs[2]) if len(outputs) == 3 else outputs
+
+    with patched(transformer, "column", column):
+        yield
+
+
+@defect("dp=2", "embedding", what="weights")
+def stale_weights_after_update():
+    """The replicas' regions are updated and not gathered."""
+
+    def update(original, self, **options):
+        with patched(optimizer.ShardedAdamW, "start_gather", lambda *args, **options: None):
+            original(self, **options)
+
+    with patched(optimizer.ShardedAdamW, "update", update):
+        yield
+
+
+@defect("tp=2", r"layers\.0\.mlp\.w1", what="master")
+def bias_correction_off_by_one():
+    def update(original, self, *, number, **options):
+        original(self, number=number + 1, **options)
+
+    with patched(optimizer.ShardedAdamW, "update", update):
+        yield
+
+
+@defect("dp=2", r"layers\.0\.mlp_norm", what="master")
+def weight_decay_on_norms():
+    def decay_runs(original, region):
+        return [(start, stop, True) for start, stop, _ in original(region)]
+
+    with patched(optimizer, "_decay_runs", decay_runs):
+        yield
+
+
+@defect("tp=2", "embedding")
+def vocabulary_shard_off_by_one():
+    def of(original, *args):
+        group = original(*args)
+        if group is None or not group.vocabulary.start:
+            return group
+        return replace(group, vocabulary=range(group.vocabulary.start + 1, group.vocabulary.stop + 1))
+
+    with patched(ops.TensorGroup, "of", of):
+        yield
+
+
+@defect("dp=2", r"layers\.1\.attention\.wv")
+def wrong_microbatches_dealt():
+    """Everybody computes the first replica's."""
+    with patched(step, "microbatches", lambda original, size, micro, count, replica: original(size, micro, count, 0)):
+        yield
+
+
+@defect("dp=2", r"layers\.0\.attention\.wo", what="digest")
+def initial_values_depend_on_the_cut():
+    def fill(original, out, box, *, spec, model, seed):
+        original(out, box, spec=spec, model=model, seed=seed + torch.distributed.get_rank())
+
+    with patched(init, "fill", fill):
+        yield
+
+
+@defect("pp=2", r"layers\.0\.mlp\.w1", mode="fp32")
+def gradients_accumulated_in_bf16():
+    """1 % off after 64 micro-batches."""
+
+    def accumulate(original, matrix, dy, x):
+        original(matrix, dy, x)
+        matrix.main_grad.copy_(matrix.main_grad.bfloat16())
+
+    with patched(weight, "accumulate", accumulate):
+        yield
+
+
+@contextmanager
+def raises_on_rank_1():
+    """Not a defect of the engine: the task itself breaks, on one rank."""
+    init_group = torch.distributed.init_process_group
+
+    def init_process_group(*args, rank, **options):
+        init_group(*args, rank=rank, **options)
+        if rank == 1:
+            raise ValueError("I am rank 1")
+
+    with patch.object(torch.distributed, "init_process_group", init_process_group):
+        yield
