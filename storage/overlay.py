@@ -69,7 +69,7 @@ class OverlayStore(WrappingStore):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise NotImplementedError("a plan neither uploads nor sweeps uploads")
+        raise PermissionError("a plan neither uploads nor sweeps uploads")
 
     def close(self) -> None:
         """Nothing to do: whoever opened `inner` closes it."""
