@@ -163,7 +163,15 @@ class Certifier:
             worst += differences
             found += failures_of(differences, layout.name, mode)
             found += held_failures(result, dones, layout.name, mode)
-        self.rows.append(Row(layout=layout.name, mode=mode, worst=worst_of(worst), failures=len(found)))
+        row = Row(
+            layout=layout.name,
+            mode=mode,
+            worst=worst_of(worst),
+            compared=len(worst),
+            beyond_own=sum(one.beyond_own for one in worst),
+            failures=len(found),
+        )
+        self.rows.append(row)
         self.failures += found
 
     def _judge_ring(self, layout: Layout, mode: str, source: RunStore, target: RunStore, ranks: list[JobDone]) -> bool:

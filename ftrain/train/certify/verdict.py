@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-HEAD = ("layout", "mode", "loss", "norm", "grad", "master", "exp_avg", "exp_avg_sq", "of the bound", "verdict")
+HEAD = ("layout", "mode", "loss", "norm", "grad", "master", "exp_avg", "exp_avg_sq", "of bound", "beyond own", "verdict")
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -39,6 +39,7 @@ class Worst(Struct, frozen=True, kw_only=True):
     step: int
     error: float | None
     bound: float
+    beyond_own: bool = False  # more than 4 x this very array's error in one process
 
     @property
     def share(self) -> float:
@@ -52,6 +53,8 @@ class Row(Struct, frozen=True, kw_only=True):
     layout: str
     mode: str
     worst: list[Worst] = []
+    compared: int = 0  # arrays and scalars
+    beyond_own: int = 0  # of those: more than 4 x their own error in one process; no failure
     failures: int = 0
 
     def cells(self) -> list[str]:
@@ -59,7 +62,14 @@ class Row(Struct, frozen=True, kw_only=True):
         by_kind = {worst.what: worst for worst in self.worst}
         errors = [_number(by_kind[kind].error) if kind in by_kind else "-" for kind in HEAD[2:8]]
         share = max((worst.share for worst in self.worst), default=math.inf)
-        return [self.layout, self.mode, *errors, f"{share:.0%}" if math.isfinite(share) else "-", self.verdict]
+        return [
+            self.layout,
+            self.mode,
+            *errors,
+            f"{share:.0%}" if math.isfinite(share) else "-",
+            f"{self.beyond_own} of {self.compared}",
+            self.verdict,
+        ]
 
     @property
     def verdict(self) -> str:
