@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "sample": "ftrain.cli.sample:sample",
     "data": "ftrain.cli.data:data",
     "plan": "ftrain.cli.plan:plan",
+    "certify": "ftrain.cli.certify:certify",
     "classify": "ftrain.cli.classify:classify",
     "doctor": "ftrain.cli.doctor:doctor",
     "drill": "ftrain.cli.drill:drill",
