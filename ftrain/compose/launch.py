@@ -72,7 +72,13 @@ def prepare(
     )
     _write(folder / "launch.json", launch)
     _write(folder / "config.json", launch.config)
-    keeper = KeeperArgs(
+    _write(folder / "keeper.json", keeper_args(config, folder))
+    return folder
+
+
+def keeper_args(config: Config, folder: Path) -> KeeperArgs:
+    """What the keeper reads at each of its starts."""
+    return KeeperArgs(
         url=config.run.url,
         local_dir=str(folder),
         upload_mib_s=config.checkpoint.upload_mib_s,
@@ -81,8 +87,6 @@ def prepare(
         local_url=local_tier_url(config),
         local_every_steps=config.checkpoint.local_every_steps,
     )
-    _write(folder / "keeper.json", keeper)
-    return folder
 
 
 def _check_local(folder: Path, *, take_over: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 def drilled(run: TinyRun, *options: str, limit_s: float) -> dict[str, Any]:
     """One drill to its end."""
+    faulthandler.cancel_dump_traceback_later()  # it has a limit of its own
     argv = [*FTRAIN, "drill", str(run.config), "--json", *options]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=limit_s)
     assert done.stdout, done.stderr
