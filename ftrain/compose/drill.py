@@ -207,13 +207,14 @@ class Fire:
         kind = BY_NAME[strike.kind]
         status = self._course.status()
         pid = victim(self._course.local, kind.target, strike.rank, status) if status else None
-        spared = kind.what == "damage" and len(self._course.committed) < 2  # there must be one to go back to
+        spared = kind.what == "damage" and len(set(self._course.committed)) < 2  # there must be one to go back to
         if status is None or status["phase"] != "running" or not pid or spared:
             return  # not now: tried again at the next tick
         self._left.pop(0)
         if kind.what == "damage":
-            damage(self._course.url, max(self._course.committed))
-            self._course.committed.clear()  # what is newer than the one before will be committed anew
+            newest = max(self._course.committed)
+            damage(self._course.url, newest)
+            self._course.committed = [step for step in self._course.committed if step < newest]  # it will be committed anew
         now = time.time()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if kind.what == "damage" else signal.Signals[kind.what])
