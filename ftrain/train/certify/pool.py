@@ -85,18 +85,20 @@ class Pool:
         if self._process is not None:
             return
         pairs = [socket_pair() for _ in range(self._size)]
-        fds = [theirs.fileno() for _, theirs in pairs]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ftrain.train.certify.worker", *map(str, fds)],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            start_new_session=True,
-            env={**os.environ, **self._env},
-        )
-        for _, theirs in pairs:
-            theirs.close()
         self._links = [channel(ours, Reply) for ours, _ in pairs]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ftrain.train.certify.worker", *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the parent's stdout is for the answer
+                start_new_session=True,
+                env={**os.environ, **self._env},
+            )
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
 
     def _collect(self, links: Sequence[Channel[Reply]]) -> list[Done]:
         """Everybody's answer; after a failure the pool is stopped and the failure raised."""

@@ -27,7 +27,7 @@ def called(*arguments):
 @pytest.mark.dist
 def test_a_small_certificate_holds(tmp_path):
     out = tmp_path / "certificate.json"
-    done = called("--layouts", SMALL, "--steps", "2", "--modes", "fp64,fp32", "--out", str(out))
+    done = called("--layouts", SMALL, "--steps", "1", "--modes", "fp64,fp32", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert "every layout is one process" in done.stdout
     certificate = msgspec.json.decode(out.read_bytes(), type=Certificate)
