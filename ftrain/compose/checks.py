@@ -13,10 +13,12 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+import msgspec
+
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import local_dir
-from ftrain.config import Config
+from ftrain.config import Config, Storage
 from recovery.notice import read_time
 from recovery.preflight import Check, Concern, Result, examine
 from recovery.timeouts import Timeouts, explain
@@ -58,7 +60,7 @@ def cheap(config: Config) -> list[Check]:
 def thorough(config: Config) -> list[Check]:
     """Everything, from quick to slow."""
     need = sum(rank_slot_nbytes(config)) * config.checkpoint.slots
-    url = {"url": config.run.url}
+    url = {"url": config.run.url, "storage": msgspec.to_builtins(config.storage)}
     return [
         *cheap(config),
         Check(
@@ -104,23 +106,26 @@ def timeouts(config: Config, env: Mapping[str, str], now_t: float) -> Timeouts:
     )
 
 
-def store(url: str) -> str:
+def store(url: str, storage: dict[str, Any] | None = None) -> str:
     """The run's store can be read, written, listed, and keeps create-if-absent."""
-    from storage.objects import check_store, open_store
+    from ftrain.compose.stores import open_configured
+    from storage.objects import check_store
 
-    opened = open_store(url)
+    opened = open_configured(msgspec.convert(storage or {}, Storage), url)
     try:
-        check_store(opened)
+        atomic = check_store(opened)
     finally:
         opened.close()
+    if not atomic:
+        raise Concern(f"{url}: create-if-absent has more than one winner there: do not start two coordinators at once")
     return f"{url}: written, read back, created once, deleted"
 
 
-def clock(url: str) -> str:
+def clock(url: str, storage: dict[str, Any] | None = None) -> str:
     """This machine's clock against that of the store, from the time it gives to a new object."""
-    from storage.objects import open_store
+    from ftrain.compose.stores import open_configured
 
-    opened = open_store(url)
+    opened = open_configured(msgspec.convert(storage or {}, Storage), url)
     key = f"probe-clock-{os.getpid()}-{time.monotonic_ns()}"
     try:
         before = time.time()
