@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from ftrain.load import ConfigProblems, load
 from ftrain.train.certify import planning
 from ftrain.train.certify.certify import by_model
-from ftrain.train.certify.compare import distance
+from ftrain.train.certify.compare import Result, distance, failures_of, rounded_truth
 from ftrain.train.certify.layouts import in_mode, parse_layouts
+from ftrain.train.certify.messages import StepDone
 from ftrain.train.certify.verdict import Certificate, Failure, Row, Worst, text, worst_of
 
 CONFIG = load(str(Path(__file__).parents[3] / "configs" / "certify.toml"))
@@ -124,3 +126,23 @@ def test_the_table_names_layout_error_and_failure():
     shown = text(certificate)
     assert "tp=2 fp64 step 2: grad of b: error not finite, bound 1e-12" in shown
     assert msgspec.json.decode(msgspec.json.encode(certificate), type=Certificate) == certificate
+
+
+def result(scale, loss=2.0):
+    """An update whose arrays are `scale` off in their last element."""
+    arrays = {f"{kind}/{name}": np.array([1.0, 0.5]) for kind in ("grad", "master") for name in ("a", "b")}
+    for name, off in scale.items():
+        arrays[name] = arrays[name] + [0.0, off]
+    done = StepDone(step=1, loss=loss, grad_norm=1.0, applied=True, pack=None, held=[], data=[])
+    return Result(done, SimpleNamespace(names=sorted(arrays)), arrays)
+
+
+def test_the_bound_is_four_times_the_worst_array_of_the_kind_and_own_errors_are_counted():
+    truth = rounded_truth(result({}), result({"grad/a": 1e-4}), "fp32")
+    found = {f"{w.what}/{w.parameter}": w for w in truth.differences(result({"grad/b": 3e-4, "master/a": 3e-4}))}
+    assert found["grad/b"].bound == pytest.approx(4e-4)
+    assert found["grad/b"].beyond_own
+    assert found["master/a"].bound == 4 * 2.0**-23  # one process is exact here: the floor
+    assert [f.parameter for f in failures_of(list(found.values()), "tp=2", "fp32")] == ["a"]
+    (loss,) = failures_of(list(truth.differences(result({}, loss=2.1))), "tp=2", "fp32")
+    assert (loss.what, loss.parameter, loss.error) == ("loss", "", pytest.approx(0.05))
