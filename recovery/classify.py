@@ -24,6 +24,7 @@ from recovery.templates import ClassMeaning, Overrides, Signature, Table, defaul
 # Confidence by weight: the outside says so, a program names the cause, an exception, a time-out, fall-out, a bare status.
 _CONFIDENCE = ((90, 0.97), (70, 0.9), (50, 0.8), (35, 0.65), (20, 0.45), (10, 0.3), (0, 0.2))
 T = TypeVar("T")
+SHOWN_CHARACTERS = 400  # of the deciding line, in the reason: long enough for a path and what is wrong there
 SHOWN = 4  # lines of evidence in a verdict
 
 
@@ -166,7 +167,7 @@ def _confidence(best: Observation, matches: Sequence[Observation]) -> float:
 
 def _reason(best: Observation, rank: int | None) -> str:
     text = " ".join(best.line.text.split())
-    shown = text if len(text) <= 200 else text[:199] + "…"
+    shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
     who = "" if rank is None or best.line.where == "exit" else f"rank {rank}: "
     return f"{who}{shown}" if best.line.where in ("log", "exit") else f"{who}{best.line.where}: {shown}"
 

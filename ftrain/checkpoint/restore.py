@@ -168,19 +168,19 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
 def _agree(run: RunStore, without: dict[int, str]) -> Checkpoint:
     """The checkpoint all ranks try next. Rank 0 chooses: a commit may land while others look. Raises NoCheckpoint on all."""
     mine: Checkpoint | None = None
-    refusal: NoCheckpoint | None = None
+    refusal: str | None = None
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         try:
             mine = run.open(without=without)
         except NoCheckpoint as error:
-            refusal = error
+            refusal = str(error)
     chosen = torch.tensor([mine.step if mine else -1], dtype=torch.int64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(chosen, src=0)
     step = int(chosen.item())
     if step < 0:
-        raise refusal or NoCheckpoint("no checkpoint of this run can be loaded: rank 0 says why")
+        raise NoCheckpoint(agreed(refusal) or "no checkpoint of this run can be loaded")
     return mine or run.open(step)
 
 
