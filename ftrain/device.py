@@ -16,9 +16,9 @@ import torch
 from ftrain.config import Machine
 
 
-def choose(machine: Machine, local_rank: int) -> torch.device:
-    """The device of a rank; `auto` is a GPU of its own if there is one for every rank of this machine."""
-    if machine.device == "cpu" or (machine.device == "auto" and torch.cuda.device_count() <= local_rank):
+def choose(machine: Machine, local_rank: int, num_local_ranks: int) -> torch.device:
+    """The device of a rank; `auto` is a GPU of its own if there is one for every rank of this machine, else the CPU for all."""
+    if machine.device == "cpu" or (machine.device == "auto" and torch.cuda.device_count() < num_local_ranks):
         return torch.device("cpu")
     if torch.cuda.device_count() <= local_rank:
         raise RuntimeError(

@@ -49,7 +49,7 @@ class Faults:
         ]
 
     def reached(self, point: str, step: int) -> None:
-        """Named point `point` was reached at `step`: do what the first armed fault says, if there is one."""
+        """Named point `point` was reached at `step`: do what each fault that is armed there says."""
         for number, fault in self._armed:
             if fault.at == point and step >= fault.step and self._claim(number):
                 self._act(fault, step)
@@ -78,9 +78,10 @@ def _act(fault: Fault, step: int) -> None:
         os._exit(1)
     elif fault.kind == "lock":
         threading.Event().wait()  # nobody will ever set it
+    elif fault.kind == "raise":
+        raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
     while fault.kind == "loop":
         continue
-    raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
 
 
 class CommitPoints(WrappingStore):

@@ -23,7 +23,7 @@ from recovery.codes import ExitCode
 from recovery.deadlines import Deadlines
 from recovery.delegate import AttemptEndInfo, Delegate
 from recovery.desk import Desk
-from recovery.endings import Ending, ending_of
+from recovery.endings import Ending, ending_of, unsaved
 from recovery.evidence import Evidence
 from recovery.inquiry import Case, blame, judge
 from recovery.journal import EventWriter, Journal
@@ -214,6 +214,8 @@ class Coordinator:
         hello, desk = self.agent.hello, self.desk
         if hello is None:
             return
+        if hello.memo:
+            desk.journal.extend(self.delegate.on_agent_found(hello.memo))
         if hello.workers and hello.attempt >= desk.journal.state.attempt:  # before anything else is heard of them
             desk.attempt = desk.attempt or Attempt.adopted(hello)
             desk.journal.extend(self.delegate.on_adopted(hello.attempt, hello.memo))
@@ -387,7 +389,9 @@ class Coordinator:
     def _leave(self, ending: Ending) -> Ending:
         """Give what is on its way to storage its time, then end the agent."""
         if self.agent.alive:
+            self.delegate.leaving(stopped=ending.code is ExitCode.STOPPED)
             self.loop.wait_for(lambda: self.delegate.drained() or self.desk.hurry or not self.agent.alive, self.spec.stop_s)
+            ending = ending if self.delegate.drained() else unsaved(ending)
         self.agent.will_leave()
         self.agent.send(Shutdown(reason=f"the run is over: {ending.outcome}"))
         if not self.loop.wait_for(lambda: not self.agent.alive, self.spec.teardown_s):

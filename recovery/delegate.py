@@ -114,6 +114,13 @@ class Delegate(ABC):
     def finished(self) -> bool:
         """Whether the run has reached its end (asked when all workers have left with 0 and nothing is on its way any more)."""
 
+    def on_agent_found(self, memo: bytes) -> Sequence[Event]:
+        """An earlier coordinator's agent lives; `memo` is of the last attempt it was given, its workers may be dead."""
+        return ()
+
+    def leaving(self, *, stopped: bool) -> None:  # noqa: B027 (most delegates have nothing to do)
+        """The agent is about to be shut down, after `drained`; `stopped`: the run will go on from what is in storage."""
+
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """Workers of `attempt`, started by an earlier coordinator with this memo, are alive and keep stepping."""
         return ()

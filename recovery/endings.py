@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recovery.codes import ExitCode
 from recovery.events import Outcome, Verdict
@@ -49,3 +49,10 @@ def ending_of(decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes
             reason = f"{decision.reason}; this is the only node, so the run must go on elsewhere"
             return Ending(code=ExitCode.RETRY_ELSEWHERE, outcome="failed", reason=reason)
     return None
+
+
+def unsaved(ending: Ending) -> Ending:
+    """The same end, when the newest state did not reach storage in time: 75 would promise that it had."""
+    if ending.code is not ExitCode.STOPPED:
+        return ending
+    return replace(ending, code=ExitCode.RETRY_SAME, reason=f"{ending.reason}; the newest state did not reach storage")

@@ -203,6 +203,10 @@ class ArenaSlot:
             seal(self.payload(), self.table().layout())
             self._words[1] = _seal_token(header.epoch, header.attempt, header.step)
 
+    def want_upload(self) -> None:
+        """Storage is to have this complete snapshot after all."""
+        self._words[2] = Upload.WANTED
+
     def upload_ended(self) -> None:
         """The step is committed, or given up: the slot may be filled again."""
         self._words[2] = Upload.NONE

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
-from ftrain.checkpoint.memory import pack_manifest
-from ftrain.checkpoint.messages import KeeperMessage, PackFailed, PackStored, Settled
+from ftrain.checkpoint.memory import newest_snapshot, pack_manifest
+from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled
 from storage.digest import digest_part
 from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
@@ -47,7 +48,7 @@ class Keeper:
         self._retries = 0
         self._opening = threading.Lock()
         self._slots: dict[str, ArenaSlot] = {}
-        self._answers: dict[str, KeeperMessage] = {}
+        self._answers: dict[str, Answer] = {}
         self._busy: dict[str, threading.Lock] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keeper")
 
@@ -61,6 +62,8 @@ class Keeper:
         """Forget a slot, after the work on it has ended."""
         with self._busy.pop(name):
             self._slots.pop(name).close()
+            for key in (name, f"{name} local"):
+                self._answers.pop(key, None)  # nobody will settle it any more: it must not be said to the next coordinator
 
     def snapshot_ready(self, name: str) -> None:
         """Queue what a slot needs. Returns at once; safe to repeat."""
@@ -79,6 +82,24 @@ class Keeper:
         """Say again what came of each slot that is not settled."""
         for answer in list(self._answers.values()):
             self._send(answer)
+        self._tell_debts()
+
+    def store_newest(self) -> None:
+        """Send the newest snapshot that is whole in memory to storage, unless it is on its way already."""
+        newest = newest_snapshot(self._slots)
+        for name in newest.slots if newest is not None else ():
+            self._slots[name].want_upload()
+            self.snapshot_ready(name)
+        self._tell_debts()
+
+    def _tell_debts(self) -> None:
+        ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        for slot in self._slots.values():
+            header = slot.header()
+            if header.state is SlotState.COMPLETE and header.upload is Upload.WANTED:
+                ranks[header.attempt, header.step, header.world].add(header.rank)
+        whole = [(attempt, step) for (attempt, step, world), found in ranks.items() if len(found) == world]
+        self._send(Owed(groups=whole))
 
     def close(self) -> None:
         """Finish everything queued, then return."""
@@ -121,7 +142,7 @@ class Keeper:
         answer = self._answers.get(name)
         return answer is not None and (answer.epoch, answer.attempt, answer.step) == (header.epoch, header.attempt, header.step)
 
-    def _store_slot(self, slot: ArenaSlot, header: SlotHeader, tier: str, digests: dict[str, int]) -> KeeperMessage:
+    def _store_slot(self, slot: ArenaSlot, header: SlotHeader, tier: str, digests: dict[str, int]) -> Answer:
         begin = time.monotonic()
         key = step_folder(header.step) + pack_name(header.epoch, header.attempt, header.rank)
         identity = {

@@ -22,8 +22,12 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
     step: int
 
 
+class StoreNewest(msgspec.Struct, frozen=True, kw_only=True, tag="store-newest"):
+    """Coordinator to keeper: the run is being stopped; put the newest snapshot in memory into storage."""
+
+
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):
-    """Coordinator to keeper: a new coordinator is here; say again what is stored and not settled."""
+    """Coordinator to keeper: a new coordinator is here; say again what is stored and not settled, then what is owed."""
 
 
 class PackStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
@@ -112,8 +116,15 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     outcome: str  # finished or stopped
 
 
-KeeperMessage = PackStored | PackFailed
-KeeperRequest = Settled | Resend
+class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
+    """Keeper to coordinator, answering Resend and StoreNewest: (attempt, step) of whole snapshots that storage is owed."""
+
+    groups: list[tuple[int, int]]
+
+
+Answer = PackStored | PackFailed
+KeeperMessage = Answer | Owed
+KeeperRequest = Settled | Resend | StoreNewest
 WorkerMessage = Ready | StepDone | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode

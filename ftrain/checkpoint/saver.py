@@ -70,6 +70,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if overlap else None
         self._copying: Future[None] | None = None
         self._filling: int | None = None
+        self._filling_step = 0
         self._waited_s = 0.0
         self._payloads = [slot.prepare(layout) for _, slot in slots]
         self._pairs: list[list[CopyPair] | None] = [None] * len(slots)
@@ -89,7 +90,7 @@ class Saver:
     def has_free_slot(self) -> bool:
         """Whether a snapshot could start once the copy under way, if there is one, has ended."""
         headers = [
-            replace(header, state=SlotState.COMPLETE, upload=Upload.WANTED) if index == self._filling else header
+            replace(header, state=SlotState.COMPLETE, step=self._filling_step) if index == self._filling else header
             for index, header in enumerate(self.headers())
         ]
         return free_slot(headers) is not None
@@ -124,7 +125,7 @@ class Saver:
         if self._pool is None:
             self._fill(index, pairs, step, upload, record)
         else:
-            self._filling = index
+            self._filling, self._filling_step = index, step
             self._copying = self._pool.submit(self._fill, index, pairs, step, upload, record)
 
     def finish(self) -> None:

@@ -148,6 +148,7 @@ def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep
     import msgspec
 
     from ftrain.cli.ckpt import opened
+    from ftrain.compose.holder import check_holder
     from storage.overlay import OverlayStore
     from storage.run import RunStore
 
@@ -158,6 +159,7 @@ def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep
             render.fail("nothing says what to keep: give --keep-last, --keep-every, --keep-best or --pin", ExitCode.USAGE)
         if yes:
             _require_idle(url)
+            check_holder(run.store, take_over=False)
         overlay = OverlayStore(run.store)
         report = RunStore(overlay).collect(policies, now_s=time.time(), grace_s=grace)
         if yes:

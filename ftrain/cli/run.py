@@ -58,8 +58,10 @@ def run(
             accept_change=accept_change,
             origin=split_step(origin) if origin else None,
             take_over=take_over,
-            command=again(config_path, overrides),
+            command=again(config_path, overrides, accept_change=accept_change, origin=origin),
         )
+        if origin and not launched_from(folder):
+            render.note(f"--from has no effect: this run has a checkpoint of its own and goes on from it, not from {origin}")
         for warning in before_start(config):
             render.note(warning)
     sys.exit(run_supervised(folder))
@@ -99,9 +101,20 @@ def run_supervised(folder: Path) -> int:
     return code
 
 
-def again(config_path: str, overrides: Sequence[str]) -> str:
+def again(config_path: str, overrides: Sequence[str], *, accept_change: bool, origin: str | None) -> str:
     """The command that goes on with this run, to be pasted into a shell."""
-    return shlex.join(["ftrain", "run", config_path, *(word for value in overrides for word in ("--set", value))])
+    words = ["ftrain", "run", config_path, *(word for value in overrides for word in ("--set", value))]
+    words += ["--accept-change"] if accept_change else []
+    return shlex.join([*words, *(("--from", origin) if origin else ())])
+
+
+def launched_from(folder: Path) -> bool:
+    """Whether the launch that was just written begins from another run's checkpoint."""
+    import msgspec
+
+    from ftrain.compose.args import Launch
+
+    return bool(msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch).origin_url)
 
 
 def split_step(text: str) -> tuple[str, int | None]:

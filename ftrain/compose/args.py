@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from ftrain.config import Machine
+from recovery.messages import WorkerSpec
+
 
 class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of ftrain.compose.worker:main."""
@@ -36,12 +39,9 @@ class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a coordinator that re-adopts workers must know about them."""
+    """What a coordinator that finds an earlier one's agent must know about its memory."""
 
     generation: int
-    world: int
-    storage_step: int | None
-    layout: str
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,3 +63,14 @@ def record_once(folder: str, changes: list[dict[str, Any]]) -> bool:
         return False
     marker.write_bytes(wanted)
     return True
+
+
+def worker_spec(rank: int, args: WorkerArgs, machine: Machine) -> WorkerSpec:
+    """How a worker is started: its entry, its arguments, its environment, and the memory areas it gets."""
+    return WorkerSpec(
+        rank=rank,
+        entry="ftrain.compose.worker:main",
+        args=msgspec.to_builtins(args),
+        memfds=tuple(args.source_slots),
+        env={"GLOO_SOCKET_IFNAME": machine.interface, "OMP_NUM_THREADS": str(machine.threads)},
+    )

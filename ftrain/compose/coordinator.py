@@ -32,7 +32,7 @@ from recovery.policy import Limits
 from recovery.spec import CoordinatorSpec
 from recovery.state import RunState, fold
 from storage import retention
-from storage.errors import StorageError
+from storage.errors import NoCheckpoint, StorageError
 from storage.objects import ObjectStore
 from storage.run import RunStore
 
@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
     exporter = Exporter(folder, port=config.recovery.metrics_port)
     try:
         ending = compose(folder, launch, config, store).run()
+    except StorageError as error:  # at the start or a roll-back: afterwards a save fails, not the run
+        logging.error("storage cannot be used: %s", error)
+        return ExitCode.DAMAGED if isinstance(error, NoCheckpoint) else ExitCode.STORAGE
     finally:
         exporter.close()
     logging.info("%s: %s", ending.outcome, ending.reason)

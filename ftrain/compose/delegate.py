@@ -19,6 +19,7 @@ from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.messages import (
     Doubt,
     Final,
+    Owed,
     PackFailed,
     PackStored,
     Ready,
@@ -27,17 +28,19 @@ from ftrain.checkpoint.messages import (
     Settled,
     SnapshotTaken,
     StepDone,
+    StoreNewest,
     decode_keeper,
     decode_worker,
     encode,
 )
-from ftrain.compose.args import Launch, Memo, WorkerArgs, record_once
+from ftrain.compose.args import Launch, Memo, WorkerArgs, record_once, worker_spec
 from ftrain.compose.committer import Committer, Job
+from ftrain.compose.debts import Debts, Group
 from ftrain.compose.doubts import Doubts
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.places import Places
-from ftrain.compose.steps import finite, step_events
+from ftrain.compose.steps import step_events, step_status
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
@@ -46,8 +49,6 @@ from recovery.owner import this_process
 from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
-
-Group = tuple[int, int]  # (attempt, step) of a snapshot on its way to storage
 
 
 class RunDelegate(Delegate):
@@ -76,6 +77,7 @@ class RunDelegate(Delegate):
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
         self._settled: set[Group] = set()
+        self._debts = Debts()
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
@@ -130,9 +132,7 @@ class RunDelegate(Delegate):
         return [started, taken, *([events.ConfigChanged(t=started.t, changes=changes)] if changes else []), *passed]
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
-        """All ranks on this machine; state from the memory tier if it is as new as storage, and that decision is the
-        workers'.
-        """
+        """All ranks on this machine; that the state comes from memory if it is as new as storage is the workers' decision."""
         self._forget_unfinished(attempt)
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
@@ -150,9 +150,7 @@ class RunDelegate(Delegate):
             memfds=memfds,
             release=release,
             rendezvous=world > 1,
-            memo=msgspec.msgpack.encode(
-                Memo(generation=self._generation, world=world, storage_step=self._committed, layout=self._layout)
-            ),
+            memo=msgspec.msgpack.encode(Memo(generation=self._generation)),
         )
 
     def _go_back(self, attempt: int) -> tuple[str, ...]:
@@ -193,13 +191,7 @@ class RunDelegate(Delegate):
             source_slots=slots,
             layout=self._layout,
         )
-        return WorkerSpec(
-            rank=rank,
-            entry="ftrain.compose.worker:main",
-            args=msgspec.to_builtins(args),
-            memfds=tuple(slots),
-            env={"GLOO_SOCKET_IFNAME": self._config.machine.interface, "OMP_NUM_THREADS": str(self._config.machine.threads)},
-        )
+        return worker_spec(rank, args, self._config.machine)
 
     # -- what workers say ------------------------------------------------------------------------------------------------
 
@@ -234,6 +226,8 @@ class RunDelegate(Delegate):
             return []
         del self._taken[group]
         self._memory_step = taken.step
+        if taken.upload and group not in self._settled:  # else the keeper and the committer were faster than the last rank
+            self._debts.add(group)
         return [events.SnapshotCompleted(t=time.time(), attempt=attempt, step=taken.step)]
 
     def _on_ready(self, ready: Ready, attempt: int) -> list[Event]:
@@ -265,6 +259,9 @@ class RunDelegate(Delegate):
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
+        if isinstance(message, Owed):
+            self._debts.told(set(message.groups) - self._settled)
+            return []
         group = (message.attempt, message.step)
         if message.tier == "local":
             return [] if self._doubts.is_void(*group) else self._places.on_keeper(message)
@@ -303,6 +300,7 @@ class RunDelegate(Delegate):
 
     def _settle(self, settled: Settled) -> None:
         self._settled.add((settled.attempt, settled.step))
+        self._debts.settle((settled.attempt, settled.step))
         self.links.to_keeper(encode(settled))
 
     def _forget_unfinished(self, attempt: int) -> None:
@@ -331,12 +329,24 @@ class RunDelegate(Delegate):
 
     # -- the rest of the seam ------------------------------------------------------------------------------------------------
 
-    def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
-        """Workers of an earlier coordinator go on: what they had stored and nobody committed is asked for again."""
-        known = msgspec.msgpack.decode(memo, type=Memo)
-        self._generation = known.generation
+    def on_agent_found(self, memo: bytes) -> Sequence[Event]:
+        """An earlier coordinator's agent lives: what it stored and nobody committed is asked for again."""
+        self._generation = msgspec.msgpack.decode(memo, type=Memo).generation
+        self._debts.ask()
         self.links.to_keeper(encode(Resend()))
         return []
+
+    def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
+        """A keeper that died took the question along."""
+        if restarted and self._debts.asked:
+            self.links.to_keeper(encode(Resend()))
+        return []
+
+    def leaving(self, *, stopped: bool) -> None:
+        """A run that is stopped without its last save (a worker died meanwhile) takes what memory holds along."""
+        if stopped and self._memory_step is not None and self._memory_step > (self._committed or 0):
+            self._debts.ask()
+            self.links.to_keeper(encode(StoreNewest()))
 
     def on_agent_lost(self) -> Sequence[Event]:
         """The memory tier is gone, and with it every pack that was not yet whole in storage."""
@@ -344,20 +354,16 @@ class RunDelegate(Delegate):
         self._places.agent_lost()
         self._parts.clear()
         self._taken.clear()
+        self._debts.clear()
         return []
 
     def finished(self) -> bool:
         """The loop has ended, and its last state is committed."""
-        return (
-            self._final is not None
-            and self._final.outcome == "finished"
-            and self._committed is not None
-            and self._committed >= self._final.step
-        )
+        return self._final is not None and self._final.outcome == "finished" and self._final_is_stored()
 
     def drained(self) -> bool:
         """Whether the final state is committed, or nothing is on its way any more."""
-        if self._committer is None or not self._committer.idle:
+        if self._committer is None or not self._committer.idle or self._debts.open:
             return False
         return self._final is None or self._final_is_stored() or bool(self.lost())
 
@@ -369,24 +375,17 @@ class RunDelegate(Delegate):
         if self._final is None or self._final_is_stored() or self._final.step not in self._lost:
             return ""
         reason = self._lost[self._final.step]
-        return (
-            f"the state of step {self._final.step} could not be stored ({reason}); the same command goes on from the newest one"
-        )
+        return f"the state of step {self._final.step} could not be stored ({reason}); the same command goes on from the newest"
 
     def status(self) -> dict[str, Any]:
         """For `ftrain status`."""
-        last = self._last_step
         return {
             "epoch": self._epoch,
             "layout": self._layout,
             "committed_step": self._committed,
             "memory_step": self._memory_step,
             "steps": self._config.run.steps,
-            "step": last.step if last else None,
-            "loss": finite(last.loss) if last else None,
-            "lr": last.lr if last else None,
-            "step_s": last.t_end - last.t_begin if last else None,
-            "tokens_per_step": last.tokens if last else None,
+            **step_status(self._last_step),
             "collect_error": self._committer.collect_error if self._committer else "",
             **self._places.status(),
         }

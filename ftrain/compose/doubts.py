@@ -1,8 +1,8 @@
 """Results that do not make sense: what is done again is compared, and what came after an onset does not count.
 
 Going back to before the onset is an epoch that starts from the newest checkpoint before it. Every later commit of earlier
-epochs is thereby void for good (`storage.epoch`): it stays in storage with its bytes and is listed as fenced, but is never
-loaded. What was still on its way to storage when the run went back is let go here.
+epochs is thereby void for good (`storage.epoch`): it is listed as fenced and never loaded, until a collection deletes it.
+What was still on its way to storage when the run went back is let go here.
 """
 
 from __future__ import annotations

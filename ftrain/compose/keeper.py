@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, Settled, decode_request, decode_snapshot, encode
+from ftrain.checkpoint.messages import KeeperMessage, Settled, StoreNewest, decode_request, decode_snapshot, encode
 from ftrain.compose.args import KeeperArgs
 from ftrain.compose.stores import open_configured
 from ftrain.config import Fault, Storage
@@ -61,6 +61,8 @@ def handle(keeper: Keeper, message: ToKeeperProcess, fds: tuple[int, ...]) -> No
         request = decode_request(message.payload)
         if isinstance(request, Settled):
             keeper.settled(request)
+        elif isinstance(request, StoreNewest):
+            keeper.store_newest()
         else:
             keeper.resend()
 

@@ -21,6 +21,7 @@ from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, open_known
 from ftrain.config import Config
 from ftrain.load import fingerprint, require_available
+from recovery.agent_record import living_agent
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.owner import claim
@@ -60,7 +61,7 @@ def prepare(
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     folder = local_dir(config)
-    _check_local(folder, take_over=take_over)
+    _check_local(folder, fingerprint(config), take_over=take_over)
     launch = Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
@@ -89,10 +90,29 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
     )
 
 
-def _check_local(folder: Path, *, take_over: bool) -> None:
-    """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts."""
+def check_agent(folder: Path, wanted: str) -> None:
+    """An agent that outlived its coordinator has workers that step on under the config they were started with."""
+    agent = living_agent(folder)
+    if agent is None or not (folder / "launch.json").exists():
+        return
+    had = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
+    if had.fingerprint != wanted:
+        raise RefusedError(
+            [
+                f"workers of this run still step under another config (agent: process {agent.pid}): go on with that config, "
+                f"or wait {had.config['recovery']['lease_s']:g} s (recovery.lease_s) until the agent ends them"
+            ]
+        )
+
+
+def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
+    """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts.
+
+    `wanted`: the fingerprint of the config.
+    """
     try:
         claim(folder, take_over=take_over).release()
+        check_agent(folder, wanted)
     except OSError as error:
         raise ConfigurationError(
             f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ftrain.checkpoint.messages import StepDone
 from recovery.events import Evaluated, Event, StepFinished
@@ -32,3 +33,14 @@ def step_events(done: StepDone, attempt: int) -> list[Event]:
 def finite(value: float) -> float | None:
     """The value, or None if JSON has no word for it."""
     return value if math.isfinite(value) else None
+
+
+def step_status(last: StepDone | None) -> dict[str, Any]:
+    """The newest step, for `ftrain status`; None for everything before the first."""
+    return {
+        "step": last.step if last else None,
+        "loss": finite(last.loss) if last else None,
+        "lr": last.lr if last else None,
+        "step_s": last.t_end - last.t_begin if last else None,
+        "tokens_per_step": last.tokens if last else None,
+    }

@@ -61,7 +61,7 @@ def main(context: WorkerContext) -> None:
     config = msgspec.convert(args.config, Config)
     torch.set_num_threads(config.machine.threads)
     context.heartbeat.beat("rendezvous")
-    device = choose(config.machine, context.rank)
+    device = choose(config.machine, context.rank, config.parallel.ranks)
     _join(context, args.port, config.parallel.ranks, config.recovery.collective_s, backend(device))
     context.heartbeat.beat("build")
     slots = {name: ArenaSlot(fd, populate=name in args.own_slots) for name, fd in context.fds.items()}

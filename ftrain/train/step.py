@@ -148,6 +148,7 @@ class Engine:
         loss, tokens = self._accumulate_gradients(first_sequence)
         self.progress("reduce", 0)
         self.optimizer.reduce_twins()
+        self.before_update()  # before the vote: whoever has passed it may overwrite what others are still copying
         outcome = vote(
             self.mesh,
             squares=self.optimizer.sum_of_squares(),
@@ -175,7 +176,6 @@ class Engine:
         config, number = self.config, self.step + 1
         lr = learning_rate(number, schedule=config.schedule, peak=config.optimizer.lr, total=config.run.steps)
         if outcome.is_finite:
-            self.before_update()
             self.progress("update", 0)
             self.optimizer.update(
                 lr=lr,

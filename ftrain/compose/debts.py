@@ -1,0 +1,46 @@
+"""What storage is still owed: snapshots complete on every rank whose step is neither committed nor given up.
+
+While a debt is open the run may not be called stopped or finished: the agent's end would take the only copy with it. A
+coordinator that takes over knows of no debt; it asks the keeper, and until the answer is there it must assume one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Group = tuple[int, int]  # (attempt, step) of a snapshot
+
+
+class Debts:
+    """The open debts of one agent. Used by the coordinator's thread."""
+
+    def __init__(self) -> None:
+        self._owed: set[Group] = set()
+        self.asked = False  # the keeper was asked and has not answered yet
+
+    @property
+    def open(self) -> bool:
+        """Whether something is owed, or may be."""
+        return self.asked or bool(self._owed)
+
+    def add(self, group: Group) -> None:
+        """A snapshot that goes to storage is complete on all ranks."""
+        self._owed.add(group)
+
+    def settle(self, group: Group) -> None:
+        """Its step is committed, or given up."""
+        self._owed.discard(group)
+
+    def ask(self) -> None:
+        """The keeper is being asked what it owes."""
+        self.asked = True
+
+    def told(self, groups: Iterable[Group]) -> None:
+        """The keeper's answer."""
+        self.asked = False
+        self._owed |= set(groups)
+
+    def clear(self) -> None:
+        """The agent is gone, and with it every snapshot."""
+        self._owed.clear()
+        self.asked = False
