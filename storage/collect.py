@@ -52,11 +52,18 @@ class CollectReport:
 
 
 def collect(
-    store: ObjectStore, policies: Sequence[RetentionPolicy], *, now_s: float, grace_s: float, live: frozenset[str]
+    store: ObjectStore,
+    policies: Sequence[RetentionPolicy],
+    *,
+    now_s: float,
+    grace_s: float,
+    live: frozenset[str] = frozenset(),
+    writers: frozenset[tuple[int, int]] = frozenset(),
 ) -> CollectReport:
-    """Apply the policies and sweep.
+    """Apply the policies and sweep. One caller at a time: the coordinator.
 
-    `live`: names or keys of packs that are being written. One caller at a time: the coordinator.
+    `live`: names or keys of packs that are being written. `writers`: (epoch, attempt) of those that may still write or
+    wait for a commit, besides the newest one that storage knows of.
     """
     catalog, report = read_catalog(store), CollectReport()
     kept = _kept(store, catalog, policies, now_s, report)
@@ -66,7 +73,7 @@ def collect(
             if folder.step not in kept and not folder.broken and folder.commits:
                 _delete_commits(store, folder, now_s)
                 report.deleted_commits += [folder.step] if winner else []
-    sweep = _Sweep(store, read_catalog(store), report, now_s=now_s, grace_s=grace_s, live=live)
+    sweep = _Sweep(store, read_catalog(store), report, now_s=now_s, grace_s=grace_s, spared=live | writers)
     for folder in sweep.catalog.folders:
         sweep.folder(folder)
     return report
@@ -116,10 +123,11 @@ class _Sweep:
         *,
         now_s: float,
         grace_s: float,
-        live: frozenset[str],
+        spared: frozenset[str | tuple[int, int]],
     ) -> None:
+        """`spared`: names, keys, and (epoch, attempt) of writers, that are left alone."""
         self.store, self.catalog, self.report = store, catalog, report
-        self.now_s, self.grace_s, self.live = now_s, grace_s, live
+        self.now_s, self.grace_s, self.spared = now_s, grace_s, spared
         epoch = catalog.epochs.newest
         attempts = [n.attempt for f in catalog.folders for n, _ in f.objects if n.epoch == epoch]
         self.at_work = (epoch, max(attempts, default=-1))
@@ -147,9 +155,9 @@ class _Sweep:
 
         Packs of other attempts may still be in use.
         """
-        if name.kind not in ("pack", "manifest", "zarr") or name.name in self.live or info.key in self.live:
-            return False
         written_by = (name.epoch, name.attempt)
+        if name.kind not in ("pack", "manifest", "zarr") or self.spared & {name.name, info.key, written_by}:
+            return False
         if any(written_by == (c.epoch, c.attempt) for c in folder.commits):
             return False
         covering = [s.deleted_s for s in stones.values() if written_by <= (s.epoch, s.attempt)]

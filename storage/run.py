@@ -126,10 +126,11 @@ class RunStore:
         now_s: float,
         grace_s: float,
         live: frozenset[str] = frozenset(),
+        writers: frozenset[tuple[int, int]] = frozenset(),
     ) -> CollectReport:
         """Delete what no policy keeps and what nobody owns; see `storage.collect`. `Fenced` if another epoch owns the run."""
         if self.epoch is not None:
             newest = read_epochs(self.store).newest
             if newest != self.epoch:
                 raise Fenced(f"epoch {self.epoch} may not delete anything: epoch {newest} owns the run", "epochs")
-        return collect(self.store, policies, now_s=now_s, grace_s=grace_s, live=live)
+        return collect(self.store, policies, now_s=now_s, grace_s=grace_s, live=live, writers=writers)

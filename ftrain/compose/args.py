@@ -42,6 +42,8 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     """What a coordinator that finds an earlier one's agent must know about its memory."""
 
     generation: int
+    epoch: int
+    attempt: int
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftrain.checkpoint.messages import PackStored, Settled
@@ -43,6 +43,13 @@ class Job:
     begin: float
     changed: bool = False  # an update with lr > 0 was applied since the checkpoint before
 
+    @classmethod
+    def of(cls, parts: Mapping[int, PackStored], *, epoch: int, begin: float, changed: bool) -> Job:
+        """The commit of all ranks' parts of one snapshot, by rank, under `epoch`."""
+        first = parts[0]
+        ordered = tuple(parts[rank] for rank in sorted(parts))
+        return cls(epoch=epoch, attempt=first.attempt, step=first.step, parts=ordered, begin=begin, changed=changed)
+
 
 class Committer:
     """One thread with a queue. `submit`, `results` and `idle` may be called from the coordinator's thread only.
@@ -59,10 +66,13 @@ class Committer:
         wake: Callable[[], None],
         local: bool = False,
         digests: dict[str, int] | None = None,
+        writers: Callable[[], frozenset[tuple[int, int]]] = frozenset,
     ) -> None:
-        """`digests`: of the newest checkpoint, if there is one: the next must differ from it."""
+        """`digests`: of the newest checkpoint, if there is one: the next must differ from it. `writers`: (epoch, attempt)
+        of those whose packs a collection must leave alone; asked from the thread.
+        """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
-        self._local, self._digests = local, digests
+        self._local, self._digests, self._writers = local, digests, writers
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._open = 0
@@ -154,10 +164,10 @@ class Committer:
         )
 
     def _collect(self) -> None:
-        if not self._policies or not self._jobs.empty():
+        if not self._policies:
             return
         try:
-            self._run.collect(self._policies, now_s=time.time(), grace_s=self._grace_s, live=frozenset())
+            self._run.collect(self._policies, now_s=time.time(), grace_s=self._grace_s, writers=self._writers())
             self._run.store.sweep_unfinished(older_than_s=max(self._grace_s, OLDEST_UPLOAD_S))
             self.collect_error = ""
         except (

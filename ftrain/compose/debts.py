@@ -16,12 +16,27 @@ class Debts:
 
     def __init__(self) -> None:
         self._owed: set[Group] = set()
+        self._epochs: dict[int, int] = {}
         self.asked = False  # the keeper was asked and has not answered yet
 
     @property
     def open(self) -> bool:
         """Whether something is owed, or may be."""
         return self.asked or bool(self._owed)
+
+    @property
+    def writers(self) -> frozenset[tuple[int, int]]:
+        """(epoch, attempt) of those whose packs must not be taken for leavings: the newest attempt, and every owed one.
+
+        Workers that a coordinator adopted write under the epoch they were started in, which is not the newest. Safe to
+        read from another thread.
+        """
+        attempts = {attempt for attempt, _ in self._owed.copy()} | set(sorted(self._epochs)[-1:])
+        return frozenset((self._epochs[attempt], attempt) for attempt in attempts if attempt in self._epochs)
+
+    def started(self, attempt: int, epoch: int) -> None:
+        """An attempt writes under this epoch from now on."""
+        self._epochs[attempt] = epoch
 
     def add(self, group: Group) -> None:
         """A snapshot that goes to storage is complete on all ranks."""

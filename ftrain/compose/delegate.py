@@ -110,7 +110,9 @@ class RunDelegate(Delegate):
         owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
         grace_s, digests = self._config.checkpoint.grace_s, newest.manifest.digests if newest else None
-        self._committer = Committer(self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests)
+        self._committer = Committer(
+            self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests, writers=lambda: self._debts.writers
+        )
         self._told += self._places.begin(self._epoch, before, self._committed, links.wake)
         started = events.RunStarted(
             t=time.time(),
@@ -137,6 +139,7 @@ class RunDelegate(Delegate):
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
         release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
+        self._debts.started(attempt, self._epoch)
         world, slots = self._config.parallel.ranks, self._config.checkpoint.slots
         sizes = rank_slot_nbytes(self._config)
         memfds = {slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)}
@@ -150,7 +153,7 @@ class RunDelegate(Delegate):
             memfds=memfds,
             release=release,
             rendezvous=world > 1,
-            memo=msgspec.msgpack.encode(Memo(generation=self._generation)),
+            memo=msgspec.msgpack.encode(Memo(generation=self._generation, epoch=self._epoch, attempt=attempt)),
         )
 
     def _go_back(self, attempt: int) -> tuple[str, ...]:
@@ -273,17 +276,9 @@ class RunDelegate(Delegate):
             return self._on_failed(message)
         self._parts[group][message.rank] = message
         if len(self._parts[group]) == message.world and self._committer is not None:
-            parts = self._parts.pop(group)
-            self._committer.submit(
-                Job(
-                    epoch=self._epoch,
-                    attempt=message.attempt,
-                    step=message.step,
-                    parts=tuple(parts[rank] for rank in sorted(parts)),
-                    begin=self._begun.pop(group, time.time()),
-                    changed=any((self._committed or 0) < step <= message.step for step in self._moved),
-                )
-            )
+            begin = self._begun.pop(group, time.time())
+            changed = any((self._committed or 0) < step <= message.step for step in self._moved)
+            self._committer.submit(Job.of(self._parts.pop(group), epoch=self._epoch, begin=begin, changed=changed))
         return []
 
     def _on_failed(self, failed: PackFailed) -> list[Event]:
@@ -331,7 +326,9 @@ class RunDelegate(Delegate):
 
     def on_agent_found(self, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's agent lives: what it stored and nobody committed is asked for again."""
-        self._generation = msgspec.msgpack.decode(memo, type=Memo).generation
+        known = msgspec.msgpack.decode(memo, type=Memo)
+        self._generation = known.generation
+        self._debts.started(known.attempt, known.epoch)
         self._debts.ask()
         self.links.to_keeper(encode(Resend()))
         return []

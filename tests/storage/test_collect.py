@@ -130,6 +130,18 @@ def orphan(run: RunStore, step: int, epoch: int, attempt: int) -> str:
     return key
 
 
+def test_packs_of_adopted_workers_are_left_alone(run: RunStore, store: ClockStore) -> None:
+    """Workers that a new coordinator adopted write under the epoch they were started in: old, but not dead."""
+    old = run.take_epoch(owner={})
+    save(run, VALUES, step=10, epoch=old)
+    heir = RunStore(store)
+    save(heir, VALUES, step=15, epoch=heir.take_epoch(owner={}))
+    adopted, dead = orphan(run, 20, old, 3), orphan(run, 20, old, 2)
+    store.now += 10 * GRACE
+    collect(heir, LAST, writers=frozenset({(old, 3)}))
+    assert (store.exists(adopted), store.exists(dead)) == (True, False)
+
+
 def test_orphans_of_dead_attempts_are_swept_after_the_grace_period(run: RunStore, store: ClockStore) -> None:
     old = run.take_epoch(owner={})
     save(run, VALUES, step=10, epoch=old)

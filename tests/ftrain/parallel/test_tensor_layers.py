@@ -201,7 +201,7 @@ def _dtensor(rank):
     expected.backward(direction[:, mine])
 
     mesh = Mesh(MeshShape(tp=2), rank)
-    ours = Block(MODEL, TensorGroup(mesh=mesh, vocabulary=range(0)))
+    ours = Block(MODEL, TensorGroup(mesh=mesh, vocabulary=range(0)), "none")
     for spec in specs():
         name = spec.name.removeprefix("layers.0.")
         box = local_box(spec, mesh.shape, mesh.coordinate)
