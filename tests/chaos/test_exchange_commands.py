@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ftrain, ftrain_json
 
-from runs import TinyRun
 from storage.local import LocalStore
 from storage.run import RunStore
+from tests.commands import ftrain, ftrain_json
+from tests.runs import TinyRun
 
 pytestmark = [pytest.mark.chaos, pytest.mark.dist]
 
