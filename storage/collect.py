@@ -156,13 +156,15 @@ class _Sweep:
         Packs of other attempts may still be in use.
         """
         written_by = (name.epoch, name.attempt)
-        if name.kind not in ("pack", "manifest", "zarr") or self.spared & {name.name, info.key, written_by}:
+        if name.kind not in ("pack", "manifest", "zarr") or self.spared & {name.name, info.key}:
             return False
         if any(written_by == (c.epoch, c.attempt) for c in folder.commits):
             return False
         covering = [s.deleted_s for s in stones.values() if written_by <= (s.epoch, s.attempt)]
         if covering:
             return self.now_s - max(covering) >= self.grace_s
+        if written_by in self.spared:  # not a deleted commit's: it may still become part of one
+            return False
         return written_by < self.at_work and info.modified_s > 0 and self.now_s - info.modified_s >= self.grace_s
 
     def _used(self, folder: StepFolder) -> set[str]:
