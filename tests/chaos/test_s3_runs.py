@@ -44,7 +44,8 @@ def test_worker_keeper_and_coordinator_are_killed(run: TinyRun, unbroken: dict[s
     events = run.events()
     assert [event.step for event in events if isinstance(event, CheckpointCommitted)] == [9, 18, 27, 30]
     assert sum(isinstance(event, InterruptionClassified) for event in events) == 1  # only the worker's death interrupts
-    assert [event.step for event in events if isinstance(event, Ready)] == [0, 21]
+    ready = [event.step for event in events if isinstance(event, Ready)]
+    assert list(dict.fromkeys(ready)) == [0, 21]  # a coordinator that dies before its receipt is told again by the agent
 
 
 @pytest.mark.slow
