@@ -72,7 +72,7 @@ class Engine:
         before_update: Callable[[], None] = _no_wait,
         progress: Callable[[str, int], None] = _no_heartbeat,
     ) -> None:
-        """`before_update` is called when the state is about to change: a copy of it must be finished on return.
+        """`before_update` is called before the vote on each update: a copy of the state must be finished on return.
         `progress` is told the phase and micro-batch, for the heartbeat."""
         if mesh.shape.cp > 1:
             raise ValueError(f"mesh {mesh.shape}: this engine trains with tensor, pipeline and data parallelism only for now")

@@ -107,11 +107,11 @@ def _one_rank_is_broken(rank, config):
     engine.optimizer.start_reduce = poisoned
     result = engine.train_step(step=1, first_sequence=0)
     assert not result.applied
-    assert calls == []
+    assert calls == [0]  # before the vote, whatever it says: who has passed it may overwrite what others still copy
     assert all(torch.equal(a, b) for a, b in zip(copy_of_state(engine), before, strict=True))
     engine.optimizer.start_reduce = reduce
     assert engine.train_step(step=2, first_sequence=8).applied
-    assert calls == [1]
+    assert calls == [0, 1]
     assert not all(torch.equal(a, b) for a, b in zip(copy_of_state(engine), before, strict=True))
 
 
