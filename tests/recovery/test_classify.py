@@ -214,7 +214,7 @@ STEPS = ["step 10 loss 2.31 tokens/s 812", "step 11 loss 2.30 tokens/s 815"]
     ],
 )
 def test_text_that_is_no_event_decides_nothing(line: str) -> None:
-    shown = ['  File "/work/train.py", line 3, in step', line] if line.startswith("    ") else [line]
+    shown = ['  File "/srv/job/train.py", line 3, in step', line] if line.startswith("    ") else [line]
     found = verdict(exit={"0": -9}, log=[*shown, *STEPS])
     assert (found.class_, found.confidence < 0.5) == ("unknown", True), found
 
@@ -268,7 +268,7 @@ def test_a_rank_that_is_accused_by_a_barrier_is_the_suspect() -> None:
 def test_no_message_counts_where_it_is_only_shown(shown: str) -> None:
     fallen_for = []
     for text in TELLTALE:
-        frame = ['  File "/work/train.py", line 3, in step'] if shown.startswith(" ") else []
+        frame = ['  File "/srv/job/train.py", line 3, in step'] if shown.startswith(" ") else []
         found = verdict(exit={"0": -9}, log=[*STEPS, *frame, shown.format(text)])
         fallen_for += [text] if found.class_ != "unknown" else []
     assert fallen_for == []
