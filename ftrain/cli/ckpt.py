@@ -38,15 +38,10 @@ def ckpt() -> None:
 @contextmanager
 def opened(url: str) -> Iterator[RunStore]:
     """The run's store."""
-    from ftrain.compose.stores import open_known
-    from storage.run import RunStore
+    from ftrain.compose.stores import opened_run
 
-    with told():
-        store = open_known(url)
-        try:
-            yield RunStore(store)
-        finally:
-            store.close()
+    with told(), opened_run(url) as run:
+        yield run
 
 
 @ckpt.command()

@@ -18,7 +18,7 @@ from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.paths import absolute_url, local_dir
-from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, open_known
+from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
 from ftrain.load import fingerprint, require_available
 from recovery.agent_record import living_agent
@@ -156,11 +156,8 @@ def with_absolute_url(config: Config) -> Config:
 def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
     """The checkpoint another run is to be continued from; raises NoCheckpoint if it is not there."""
     url, step = absolute_url(origin[0]), origin[1]
-    store = open_known(url)
-    try:
-        return url, RunStore(store).open(step).step
-    finally:
-        store.close()
+    with opened_run(url) as run:
+        return url, run.open(step).step
 
 
 def check_memory(config: Config) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from ftrain.compose.stores import open_known
+from ftrain.compose.stores import opened_run
 from storage.errors import Damaged
-from storage.run import RunStore
 
 
 def stored_digests(url: str, step: int | None = None) -> tuple[int, dict[str, str]]:
     """(step, digest of every array as 16 hex digits) of a run's checkpoint, from the bytes in storage, not from the
     manifest.
     """
-    store = open_known(url)
-    try:
-        checkpoint = RunStore(store).open(step)
+    with opened_run(url) as run:
+        checkpoint = run.open(step)
         report = checkpoint.verify()
         if not report.ok:
             raise Damaged(f"step {checkpoint.step} of {url}: {report.problems[0].reason}")
         return checkpoint.step, {name: f"{digest:016x}" for name, digest in sorted(report.digests.items())}
-    finally:
-        store.close()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ftrain.compose.stores import open_known
+from ftrain.compose.stores import opened_run
 from ftrain.config import Config
 from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
-from storage.run import RunStore
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +19,10 @@ def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, 
     from ftrain.data.tokenizer import load_tokenizer
     from ftrain.train.sample import generate
 
-    store = open_known(url)
-    try:
-        checkpoint = RunStore(store).open(step)
+    with opened_run(url) as run:
+        checkpoint = run.open(step)
         config = config_of(checkpoint)
         weights = stored_weights(checkpoint)
-    finally:
-        store.close()
     tokenizer = load_tokenizer(config.data.tokenizer)
     start = [int(token) for token in tokenizer.encode(prompt)]
     stream = generate(weights, start, model=config.model, window=config.data.seq_len, temperature=temperature, seed=seed)
@@ -60,11 +56,8 @@ def heldout_comparison(config: Config) -> tuple[float, float, float]:
     from ftrain.data.dataset import Dataset
     from ftrain.data.stdlib import cache_root
 
-    store = open_known(config.run.url)
-    try:
-        progress = RunStore(store).open(None).progress
-    finally:
-        store.close()
+    with opened_run(config.run.url) as run:
+        progress = run.open(None).progress
     if progress.get("eval_loss") is None or progress.get("eval_step") != progress.get("step"):
         raise FormatError(
             "the newest checkpoint carries no evaluation of its own step: set evaluate.every_steps to divide run.steps"

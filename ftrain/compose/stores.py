@@ -7,6 +7,8 @@ environment that it inherits or in the machine's role.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,9 +16,10 @@ import msgspec
 from ftrain.compose.paths import absolute_url, is_local, local_dir_of
 from ftrain.config import Config, Storage
 from storage.objects import ObjectStore, open_store
+from storage.run import RunStore
 from storage.traffic import configure
 
-__all__ = ["limit_traffic", "local_tier_url", "open_configured", "open_known", "store_options"]
+__all__ = ["limit_traffic", "local_tier_url", "open_configured", "open_known", "opened_run", "store_options"]
 
 S3 = ("s3", "s3a")
 CLOUDS = ("gs", "gcs", "az", "abfs")
@@ -52,6 +55,16 @@ def open_known(url: str) -> ObjectStore:
     """The store of a run that may have been started on this machine: then reached as its config says."""
     url = absolute_url(url)
     return open_configured(_recorded(url), url)
+
+
+@contextmanager
+def opened_run(url: str) -> Iterator[RunStore]:
+    """The checkpoints of such a run, for as long as they are looked at."""
+    store = open_known(url)
+    try:
+        yield RunStore(store)
+    finally:
+        store.close()
 
 
 def _recorded(url: str) -> Storage:
