@@ -52,9 +52,9 @@ _COMMON: tuple[Callable[[F], F], ...] = (
     click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a config value."),
     click.option("--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file."),
     click.option("--params", type=float, default=0, metavar="N", help="A round parameter count for the ideal rows."),
-    click.option("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zb-v.", show_default=True),
-    click.option("--chunks", type=int, default=1, help="Virtual stages of a rank (interleaved)."),
-    click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none"),
+    click.option("--schedule", default="", help="gpipe, 1f1b, interleaved, zb-h1, zb-v; else the config's."),
+    click.option("--chunks", type=int, default=0, help="Virtual stages of a rank (interleaved); else the config's."),
+    click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="Else the config's."),
     click.option("--sharding", type=click.Choice(["zero1", "fsdp", "hfsdp"]), default="zero1"),
     click.option("--inner", type=int, default=1, help="hfsdp: members of an inner group."),
     click.option("--overlap", is_flag=True, help="Hide DP communication behind compute."),
@@ -94,13 +94,13 @@ def resolve(asked: Asked) -> Setup:
     """The setup of the plan. Without --hardware: the laptop for CPU runs, else h100, and it is said so."""
     from ftrain.load import load
     from ftrain.plan import profile
-    from ftrain.plan.setup import Options, Setup
+    from ftrain.plan.setup import Setup, options_of
 
     config = load(asked.config, asked.overrides)
     name = asked.hardware or ("h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop")
     if not asked.hardware:
         render.note(f"--hardware not given: {name} assumed")
-    return Setup(config=config, profile=profile.load(name), options=Options(**asked.options))
+    return Setup(config=config, profile=profile.load(name), options=options_of(config, **asked.options))
 
 
 def show(asked: Asked, answer: Answer) -> None:

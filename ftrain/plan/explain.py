@@ -113,8 +113,13 @@ def _holds(setup: Setup, rank: int) -> Section:
 
     config, mesh = setup.config, setup.mesh
     here = mesh.coordinate(rank)
-    counts = tuple(len(stage) for stage in setup.stages) if setup.chunks == 1 else ()
-    specs = parameters(config.model, mesh, layer_counts=counts)
+    specs = parameters(
+        config.model,
+        mesh,
+        layer_counts=tuple(len(stage) for stage in setup.stages),
+        placement=setup.placement,
+        sequence_parallel=config.parallel.sp,
+    )
     boxes = [box for spec in specs if (box := local_box(spec, mesh, here)) is not None]
     held = sum(box.size for box in boxes)
     owned = state_boxes(plan_buckets(specs, mesh, here, bucket_bytes=config.parallel.bucket_mib * 2**20), mesh, here)
@@ -125,7 +130,6 @@ def _holds(setup: Setup, rank: int) -> Section:
     rows = tuple(
         (name, str(list(box.offset)), str(list(box.shape)), size(14 * box.size, digits=2)) for name, box in owned[:SHOWN]
     )
-    notes = ("boxes are those of one stage a rank: the placement table has no virtual stages yet",) if setup.chunks > 1 else ()
     return Section(
         title="What it holds",
         figures=(
@@ -140,7 +144,6 @@ def _holds(setup: Setup, rank: int) -> Section:
         ),
         tables=(Table(key="boxes", title=f"The first {len(rows)} of its boxes", columns=("array", "offset", "shape", "bytes"),
                       rows=rows, source="ftrain.parallel.buckets"),),
-        notes=notes,
     )  # fmt: skip
 
 

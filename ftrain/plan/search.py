@@ -83,7 +83,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _with(config: Config, *, tp: int, pp: int, micro: int) -> Config:
-    parallel = structs.replace(config.parallel, tp=tp, pp=pp)
+    parallel = structs.replace(config.parallel, tp=tp, pp=pp, schedule="1f1b", virtual_stages=1, layer_counts=())
     return structs.replace(config, parallel=parallel, batch=structs.replace(config.batch, micro_batch=micro))
 
 

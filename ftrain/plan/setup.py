@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ftrain.combinations import head_dim, kv_heads
+from ftrain.combinations import head_dim, kv_heads, num_chunks
 from ftrain.config import Config
 from ftrain.load import num_parameters
 from ftrain.parallel.partition import partition_layers
@@ -55,6 +55,22 @@ class Options:
             raise IllegalScheduleError(f"--chunks {self.chunks} has no effect on {self.schedule}: use --schedule interleaved")
         if self.schedule == "interleaved" and self.chunks < 2:
             raise IllegalScheduleError("interleaved needs at least 2 virtual stages a rank: give --chunks 2")
+
+
+def options_of(
+    config: Config, *, schedule: str = "", chunks: int = 0, recompute: str | None = None, overlap: bool = False, **given: Any
+) -> Options:
+    """What the config says of schedule, virtual stages, recompute and overlap, where nothing else was asked for.
+
+    Another schedule than the config's is asked for with its own number of virtual stages; the config's belongs to its own.
+    """
+    own = config.parallel.schedule.replace("_", "-")
+    name = schedule or own
+    if not chunks:
+        chunks = num_chunks(config) if name == own == "interleaved" else 1
+    both = config.parallel.overlap_reduce and config.parallel.overlap_gather
+    policy = cast(Recompute, recompute or config.parallel.recompute)
+    return Options(schedule=name, chunks=chunks, recompute=policy, overlap=overlap or both, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +137,9 @@ class Setup:
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
-        """The layers of each virtual stage."""
-        return partition_layers(self.config.model.layers, self.mesh.pp * self.chunks)
+        """The layers of each virtual stage: the config's counts where they are of this many stages, else even ones."""
+        number, counts = self.mesh.pp * self.chunks, self.config.parallel.layer_counts
+        return partition_layers(self.config.model.layers, number, counts if len(counts) == number else ())
 
     @property
     def chunks(self) -> int:
