@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from recovery.command import COMMAND, become
 from recovery.heartbeat import ControlReader, HeartbeatWriter
 from recovery.messages import (
     Fork,
@@ -119,6 +120,8 @@ class WorkerContext:
 def run_worker(fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int]) -> NoReturn:
     """Life of a worker from its adoption to its exit. Never returns: the zygote's stack and exit handlers are not ours."""
     _prepare(fork)
+    if fork.entry == COMMAND:
+        become(fork, channel, fds)
     context = WorkerContext(fork, channel, fds)
     _install_signals(context)
     channel.send(WorkerHello(pid=os.getpid()))
