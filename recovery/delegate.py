@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from recovery.events import Action, Event, Verdict
+from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
@@ -80,6 +81,8 @@ class Links:
     request_save: Callable[[], None]
     wake: Callable[[], None]
     """Have `tick` called at once; safe from any thread."""
+    stop_workers: Callable[[str, float], None] = lambda reason, grace_s: None
+    """(reason, seconds): SIGTERM for all workers, and SIGKILL after so long."""
 
 
 class Delegate(ABC):
@@ -124,6 +127,10 @@ class Delegate(ABC):
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """Workers of `attempt`, started by an earlier coordinator with this memo, are alive and keep stepping."""
         return ()
+
+    def beats(self, beats: Sequence[Beat]) -> Sequence[Beat]:
+        """The progress page as it was just read, with what else the delegate knows of the ranks' progress."""
+        return beats
 
     def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
         """A keeper process runs; after `restarted` it knows nothing of what was sent to its predecessor."""

@@ -34,6 +34,7 @@ from recovery.messages import (
     Signalled,
     Spawned,
     Started,
+    StopWorkers,
     ToKeeper,
     ToWorker,
 )
@@ -73,6 +74,7 @@ class Desk:
             request_stop=self.request_stop,
             request_save=self.request_save,
             wake=lambda: self._loop.call_soon(self.tick),
+            stop_workers=lambda reason, grace_s: self.agent.send(StopWorkers(reason=reason, grace_s=grace_s)),
         )
 
     def tick(self) -> None:
@@ -160,7 +162,7 @@ class Desk:
             case FromKeeper(payload=payload):
                 self.journal.extend(self._delegate.on_keeper(payload))
             case Heartbeats(beats=beats) if self.attempt is not None:
-                self.attempt.report(beats)
+                self.attempt.report(self._delegate.beats(beats))
                 self._watch_pace(self.attempt)
             case Exited():
                 self._exited(message)
