@@ -47,6 +47,22 @@ class Stalled:
         return f"no progress of rank {self.rank} for {self.age_s:.1f} s ({where})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why an attempt is over although the run is not."""
+
+    agent_lost: bool = False
+    stalled: tuple[Stalled, ...] = ()
+
+
+class AgentLostError(Exception):
+    """The agent died, and with it everything on its node."""
+
+
+class CannotStartError(Exception):
+    """An attempt cannot be started at all, and trying again would not help; the message is for the user."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Attempt:
     """The workers of one attempt. Times are of the monotonic clock."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from recovery import events, paths
 from recovery.agent_record import living_agent
-from recovery.attempt import Attempt, Stalled
+from recovery.attempt import AgentLostError, Attempt, CannotStartError, Trouble
 from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.deadlines import Deadlines
@@ -37,6 +36,7 @@ from recovery.messages import (
     PrepareFailed,
     Refused,
     Release,
+    SetControl,
     Shutdown,
     StartAttempt,
     StopWorkers,
@@ -51,22 +51,6 @@ log = logging.getLogger("recovery.coordinator")
 
 OpenLedger = Callable[[int], tuple[EventWriter, RunState]]
 TICK_S = 0.25
-
-
-class AgentLostError(Exception):
-    """The agent died, and with it everything on its node."""
-
-
-class CannotStartError(Exception):
-    """An attempt cannot be started at all, and trying again would not help; the message is for the user."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """Why an attempt is over although the run is not."""
-
-    agent_lost: bool = False
-    stalled: tuple[Stalled, ...] = ()
 
 
 class Coordinator:
@@ -86,7 +70,8 @@ class Coordinator:
         self.spec = spec
         self.limits = limits
         self.loop = Loop()
-        self.desk = Desk(self.loop, delegate, spec.node, spec.stop_s, Deadlines(floor_s=spec.hang_floor_s))
+        self.desk = Desk(self.loop, delegate, spec.node, spec.stop_s, Deadlines(floor_s=spec.hang_floor_s), limits)
+        self.desk.elastic.capacity[spec.node] = spec.places
         self.agent = self.desk.agent
         self._open_ledger = open_ledger
         self._on_event = on_event
@@ -154,9 +139,13 @@ class Coordinator:
                 return self._leave(Ending(code=ExitCode.CONFIG, outcome="failed", reason=str(error)))
             if isinstance(result, Ending):
                 return self._leave(result)
+            if isinstance(result, AttemptEndInfo):
+                previous = result
+                continue
             case = self._conclude(result)
             previous = case.info
-            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop)
+            on = self.desk.elastic.blame(case.verdict, case.decision)
+            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=1 + on)
             if ending is None and self.loop.wait_for(self._stop_asked, case.decision.wait_s):
                 ending = self._stopped()
             if ending is not None:
@@ -169,7 +158,7 @@ class Coordinator:
     def _stop_asked(self) -> bool:
         return self.desk.control.stop
 
-    def _one_attempt(self, previous: AttemptEndInfo | None) -> Ending | Trouble:
+    def _one_attempt(self, previous: AttemptEndInfo | None) -> Ending | Trouble | AttemptEndInfo:
         """Adopt what runs, or start what is planned; watch it to its end."""
         try:
             self._meet_agent()
@@ -221,7 +210,7 @@ class Coordinator:
             desk.journal.extend(self.delegate.on_adopted(hello.attempt, hello.memo))
         if hello.stop and not desk.control.stop:
             desk.request_stop("an earlier coordinator")
-        desk.control = type(desk.control)(stop=desk.control.stop, save=max(hello.save, desk.control.save))
+        desk.control = SetControl(stop=desk.control.stop, save=max(hello.save, desk.control.save), leave=hello.leave)
         self.agent.send(desk.control)
         self._ask(Prepare(memfds={}), (Prepared,), self.spec.prepare_s)  # everything kept for us has arrived before the answer
 
@@ -231,6 +220,7 @@ class Coordinator:
         hello, state = self.agent.hello, self.desk.journal.state
         number = max(state.attempt, hello.attempt if hello else -1) + 1
         plan = self.delegate.plan_attempt(number, previous)
+        self.desk.journal.extend(plan.decided)
         if plan.release:
             self.agent.send(Release(names=plan.release))
         answer = self._ask(Prepare(memfds=plan.memfds), (Prepared, PrepareFailed), self.spec.prepare_s)
@@ -258,7 +248,7 @@ class Coordinator:
             )
         )
 
-    def _watch(self) -> Ending | Trouble:
+    def _watch(self) -> Ending | Trouble | AttemptEndInfo:
         """Until all workers have left well, or something is wrong."""
         desk, attempt = self.desk, self._attempt()
 
@@ -282,8 +272,10 @@ class Coordinator:
         assert self.desk.attempt is not None
         return self.desk.attempt
 
-    def _left_well(self) -> Ending | Trouble:
+    def _left_well(self) -> Ending | Trouble | AttemptEndInfo:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""
+        if self.desk.leaving and not self.desk.control.stop and not self.delegate.at_end():
+            return self._made_way()
         limit_s = self.spec.stop_s if self.desk.control.stop else self.spec.drain_s
         self._until(lambda: self.delegate.drained() or self.desk.hurry, limit_s)
         drained, finished, lost = self.delegate.drained(), self.delegate.finished(), self.delegate.lost()
@@ -294,6 +286,14 @@ class Coordinator:
             reason = lost or f"the last state is not in storage after {limit_s:g} s of waiting"
             return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)
         return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
+
+    def _made_way(self) -> AttemptEndInfo:
+        """Another layout takes over, from the state that the workers left in memory."""
+        attempt = self._attempt()
+        self._end_attempt()
+        return AttemptEndInfo(
+            attempt=attempt.number, workers=attempt.dead(), verdict=None, action="restart", agent_survived=True
+        )
 
     def _stop_overdue(self) -> Ending:
         """They were asked to stop and do not."""

@@ -13,13 +13,15 @@ The events that the methods return are appended to the ledger, in order, by the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from recovery.events import Action, Event, Verdict
 from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
+from recovery.places import Place
+from recovery.policy import Change
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
 
@@ -42,6 +44,8 @@ class AttemptPlan:
     """Memory areas that are not needed any more."""
     rendezvous: bool = True
     """Whether the workers need a listening port to meet (`port` in their args, the listener in rank 0)."""
+    decided: tuple[Event, ...] = ()
+    """For the ledger, before anything of this plan is carried out."""
     memo: bytes = b""
     """Kept by the agent, given to `on_adopted` of the next coordinator if this one dies."""
 
@@ -68,6 +72,8 @@ class AttemptEndInfo:
     """What was decided: after `roll_back` the next attempt must not begin with the newest state."""
     agent_survived: bool
     """Whether the agent, and with it the memory tier, is still the same one."""
+    differently: tuple[Change, ...] = ()
+    """How the next attempt should differ from this one; what a delegate cannot do, it leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,10 @@ class Links:
     """Have `tick` called at once; safe from any thread."""
     stop_workers: Callable[[str, float], None] = lambda reason, grace_s: None
     """(reason, seconds): SIGTERM for all workers, and SIGKILL after so long."""
+    release: Callable[[tuple[str, ...]], None] = lambda names: None
+    """Give memory areas back before the next attempt is planned."""
+    places: Callable[[], tuple[Place, ...]] = lambda: ()
+    """Where ranks may run now."""
 
 
 class Delegate(ABC):
@@ -116,6 +126,24 @@ class Delegate(ABC):
     @abstractmethod
     def finished(self) -> bool:
         """Whether the run has reached its end (asked when all workers have left with 0 and nothing is on its way any more)."""
+
+    def at_end(self) -> bool:
+        """Whether the workers that have left with 0 had nothing more to do (else they made way for another layout)."""
+        return True
+
+    def place_of(self, rank: int) -> Place | None:
+        """Where a rank of the newest attempt runs, or ran; None if it is not known."""
+        return None
+
+    def choose_layout(self, places: Sequence[Place], why: str) -> Sequence[Event]:
+        """The layout of the attempts to come, on `places`: LayoutChosen (and what belongs to it) if ranks must move or be cut
+        in another way, nothing if all may stay. Raises ValueError, and changes nothing, if no layout fits.
+        """
+        raise ValueError("this run cannot change its layout")
+
+    def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> Sequence[Event]:
+        """The same, when a person asks for other ranks or sizes. Raises ValueError in words if that is not possible."""
+        raise ValueError("this run cannot change its layout")
 
     def on_agent_found(self, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's agent lives; `memo` is of the last attempt it was given, its workers may be dead."""

@@ -11,11 +11,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from recovery import events
 from recovery.agent_link import AgentLink
 from recovery.attempt import Attempt
 from recovery.deadlines import Deadlines
 from recovery.delegate import Delegate, Links
+from recovery.elastic import KINDS, Elastic
 from recovery.journal import Journal
 from recovery.loop import Loop
 from recovery.messages import (
@@ -30,6 +33,7 @@ from recovery.messages import (
     Prepared,
     PrepareFailed,
     Refused,
+    Release,
     SetControl,
     Signalled,
     Spawned,
@@ -38,6 +42,7 @@ from recovery.messages import (
     ToKeeper,
     ToWorker,
 )
+from recovery.policy import Limits
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +54,11 @@ class Desk:
 
     journal: Journal = None  # type: ignore[assignment]  # set before anything can arrive
 
-    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float, deadlines: Deadlines) -> None:
+    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float, deadlines: Deadlines, limits: Limits) -> None:
         """Nothing is known yet."""
         self.agent = AgentLink(loop, self.on_message, self.on_agent_death)
         self.attempt: Attempt | None = None
+        self.elastic = Elastic(self, delegate, limits)
         self.deadlines = deadlines
         self.control = SetControl(stop=False, save=0)
         self.stop_asked: float | None = None
@@ -75,12 +81,15 @@ class Desk:
             request_save=self.request_save,
             wake=lambda: self._loop.call_soon(self.tick),
             stop_workers=lambda reason, grace_s: self.agent.send(StopWorkers(reason=reason, grace_s=grace_s)),
+            release=lambda names: self.agent.send(Release(names=names)),
+            places=lambda: self.elastic.places,
         )
 
     def tick(self) -> None:
         """The delegate's turn, and another try at what the ledger did not take."""
         self.journal.write()
         self.journal.extend(self._delegate.tick(time.time()))
+        self.elastic.tick()
 
     # what people and schedulers ask for
 
@@ -99,15 +108,29 @@ class Desk:
         if self.stop_asked is None:
             self.stop_asked = time.monotonic()
             self.journal.append(events.StopRequested(t=time.time(), by=by))
-        self._set(SetControl(stop=True, save=self.control.save))
+        self._set(replace(self.control, stop=True))
 
     def request_save(self) -> None:
         """Save once more, soon."""
-        self._set(SetControl(stop=self.control.stop, save=self.control.save + 1))
+        self._set(replace(self.control, save=self.control.save + 1))
 
     def _set(self, control: SetControl) -> None:
         self.control = control
         self.agent.send(control)
+
+    def ask_to_leave(self, attempt: int) -> None:
+        """Workers of attempts up to this one make way for another layout."""
+        self._set(replace(self.control, leave=max(attempt, self.control.leave)))
+
+    @property
+    def running(self) -> int | None:
+        """The attempt whose workers live."""
+        return self.attempt.number if self.attempt is not None else None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the workers that live are to make way."""
+        return self.attempt is not None and self.control.leave >= self.attempt.number
 
     @property
     def stop_overdue(self) -> bool:
@@ -115,7 +138,7 @@ class Desk:
         return self.hurry or (self.stop_asked is not None and time.monotonic() - self.stop_asked > self._stop_s)
 
     def on_client(self, request: ClientRequest) -> ClientReply:
-        """`ftrain status|save|stop`."""
+        """`ftrain status|save|stop|drain|admit|resize`."""
         match request.kind:
             case "status":
                 return ClientReply(ok=True, data=self.status())
@@ -123,8 +146,10 @@ class Desk:
                 self.request_save()
             case "stop":
                 self.request_stop(str(request.args.get("by", "ftrain stop")))
+            case kind if kind in KINDS:
+                return self.elastic.on_client(request)
             case kind:
-                return ClientReply(ok=False, error=f"unknown request {kind!r}; known: status, save, stop")
+                return ClientReply(ok=False, error=f"unknown request {kind!r}; known: status, save, stop, {', '.join(KINDS)}")
         return ClientReply(ok=True, data={"step": self.journal.state.step})
 
     def status(self) -> dict[str, Any]:
@@ -149,6 +174,7 @@ class Desk:
             "stopping": self.control.stop,
             "workers": attempt.describe() if attempt is not None else {},
             "slowest": slowest.describe() if slowest is not None else None,
+            **self.elastic.describe(),
             "run": self._delegate.status(),
         }
 

@@ -14,6 +14,7 @@ Conventions, for all events:
     Event
       run        RunStarted  ConfigChanged  EpochTaken  StopRequested  RunEnded
       attempt    AttemptStarted  Ready  StepFinished  StepsFinished  Evaluated  AttemptEnded
+      places     PlaceLost  PlaceReturned  LayoutChosen
       state      SnapshotCompleted  CheckpointCommitted  CheckpointFailed  CheckpointPassedOver  TierCommitted  StorageNotice
       trouble    ProcessDied  SignalSent  Suspected  Straggler  InterruptionClassified  Decided  Relabelled
 """
@@ -105,9 +106,43 @@ class AttemptStarted(Event, frozen=True, kw_only=True):
 
 
 class Ready(Event, frozen=True, kw_only=True):
-    """All ranks hold the state of `step`; step + 1 is about to begin."""
+    """All ranks hold the state of `step`; step + 1 is about to begin. `source`: whence; `proof`: what was compared."""
 
     step: int
+    source: str = ""
+    proof: str = ""
+
+
+class PlaceLost(Event, frozen=True, kw_only=True):
+    """A place for a rank is taken away (`slot` -1: the whole node), until a unix time, or until a person gives it back."""
+
+    node: str
+    slot: int
+    reason: str
+    until: float | None = None
+
+
+class PlaceReturned(Event, frozen=True, kw_only=True):
+    """A place may hold a rank again."""
+
+    node: str
+    slot: int
+    reason: str
+
+
+class LayoutChosen(Event, frozen=True, kw_only=True):
+    """The ranks are cut in another way from the next attempt on: what changes (path, old, new), why, and what it costs.
+
+    `tokens_per_s`: predicted, over that of the layout before. The batches and the order of the data stay as they are.
+    """
+
+    ranks: int
+    layout: str
+    was: str
+    reason: str
+    costs: str = ""
+    tokens_per_s: float | None = None
+    changes: tuple[dict[str, Any], ...] = ()
 
 
 class StepRecord(Struct, frozen=True, kw_only=True):
@@ -254,6 +289,8 @@ class Decided(Event, frozen=True, kw_only=True):
     reason: str
     wait_s: float = 0.0
     verdict_id: str = ""
+    differently: tuple[str, ...] = ()
+    """How the next attempt differs from the one that failed (recovery.policy.Change)."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
@@ -293,6 +330,9 @@ AnyEvent = (
     | EpochTaken
     | AttemptStarted
     | Ready
+    | PlaceLost
+    | PlaceReturned
+    | LayoutChosen
     | StepFinished
     | StepsFinished
     | SnapshotCompleted
@@ -320,6 +360,9 @@ DECISIONS: tuple[type[Event], ...] = (
     ConfigChanged,
     EpochTaken,
     AttemptStarted,
+    PlaceLost,
+    PlaceReturned,
+    LayoutChosen,
     InterruptionClassified,
     Decided,
     CheckpointCommitted,

@@ -24,7 +24,7 @@ RECORD_SIZE = 256
 PHASE_SIZE = 40
 BODY = struct.Struct(f"<Qiiqiqdd{PHASE_SIZE}s")
 CRC = struct.Struct("<I")
-CONTROL = struct.Struct("<qq")
+CONTROL = struct.Struct("<qqq")
 CONTROL_SIZE = 4096
 READ_TRIES = 20
 
@@ -134,9 +134,10 @@ class ControlWriter:
         """Map the page `fd`."""
         self._page = mmap.mmap(fd, CONTROL_SIZE)
 
-    def set(self, *, stop: bool, save: int) -> None:
-        """Ask every rank to stop after its step, or to save once more (`save` only ever grows)."""
-        self._page[: CONTROL.size] = CONTROL.pack(int(stop), save)
+    def set(self, *, stop: bool, save: int, leave: int = -1) -> None:
+        """Ask every rank to stop after its step, to save once more (`save` only ever grows), or, if it is of attempt `leave` or
+        an earlier one, to make way for another layout."""
+        self._page[: CONTROL.size] = CONTROL.pack(int(stop), save, leave + 1)
 
     def close(self) -> None:
         """Unmap the page."""
@@ -159,6 +160,11 @@ class ControlReader:
     def save(self) -> int:
         """How often somebody has asked for a save; act when it has grown."""
         return int(CONTROL.unpack_from(self._page)[1])
+
+    @property
+    def leave(self) -> int:
+        """The newest attempt whose workers are to save and leave; -1 if there is none."""
+        return int(CONTROL.unpack_from(self._page)[2]) - 1
 
     def close(self) -> None:
         """Unmap the page."""

@@ -89,10 +89,11 @@ class StopWorkers(Message, frozen=True, kw_only=True):
 
 
 class SetControl(Message, frozen=True, kw_only=True):
-    """What every worker reads at its next step."""
+    """What every worker reads at its next step. Workers of attempts up to `leave` finish their step, save and leave."""
 
     stop: bool
     save: int
+    leave: int = -1
 
 
 class ToKeeper(Message, frozen=True, kw_only=True):
@@ -148,6 +149,7 @@ class AgentHello(Message, frozen=True, kw_only=True):
     memo: bytes = b""
     stop: bool = False
     save: int = 0
+    leave: int = -1
 
 
 class Prepared(Message, frozen=True, kw_only=True):
@@ -230,6 +232,10 @@ class EvidenceCollected(Message, frozen=True, kw_only=True):
 
     id: int
     evidence: Evidence
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """The agent is alive, and hears us: answer to Ping."""
 
 
 class Heartbeats(Message, frozen=True, kw_only=True):
@@ -378,7 +384,7 @@ ToAgent = (
     | CollectEvidence
     | Shutdown
 )
-ToCoordinator = AgentHello | Numbered | Prepared | PrepareFailed | EvidenceCollected | Heartbeats | ClientRequest
+ToCoordinator = AgentHello | Numbered | Prepared | PrepareFailed | EvidenceCollected | Pong | Heartbeats | ClientRequest
 FromCoordinatorToClient = ClientReply
 ToZygote = Fork
 FromZygote = ZygoteReady | Forked | ForkFailed

@@ -47,6 +47,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     quarantine_max_s: float = 7 * 86_400.0  # longest such time
     flap_s: float = 300.0  # a network fault is held against a node only if it comes twice within this time
     breaker_share: float = 0.25  # more nodes than this share are never left out at once: then it is not the nodes
+    layout_hold_s: float = 60.0  # a layout is kept at least this long before a place that is back makes it grow again
 
 
 class PastInterruption(Struct, frozen=True, kw_only=True):

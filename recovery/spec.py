@@ -17,6 +17,8 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     local_dir: str
     coordinator: str
     """Path of the coordinator's socket."""
+    control: str = ""
+    """Folder with the run's key and the coordinator's address, for an agent on another machine."""
     zygote_preload: str = ""
     """Module the zygote imports."""
     keeper_argv: tuple[str, ...] = ()
@@ -36,6 +38,8 @@ class CoordinatorSpec:
     node: str = "localhost"
     host: str = "127.0.0.1"
     """Address on which the workers of an attempt meet."""
+    places: int = 1
+    """Ranks that this node has room for."""
     zygote_preload: str = ""
     keeper_argv: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)

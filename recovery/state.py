@@ -24,6 +24,8 @@ from recovery.events import (
     Evaluated,
     Event,
     InterruptionClassified,
+    PlaceLost,
+    PlaceReturned,
     ProcessDied,
     Ready,
     Relabelled,
@@ -34,6 +36,7 @@ from recovery.events import (
     Suspected,
     steps_of,
 )
+from recovery.places import Out, Place
 from recovery.policy import History, PastInterruption
 
 __all__ = ["Bucket", "Buckets", "Phase", "ReportError", "RunState", "apply", "buckets", "fold"]
@@ -79,6 +82,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     interruptions: tuple[PastInterruption, ...] = ()
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
+    out: tuple[Out, ...] = ()  # places that are taken away
+    blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""
     outcome: str = ""
     outcome_reason: str = ""
@@ -107,6 +112,8 @@ def apply(state: RunState, event: Event) -> RunState:
             return _apply_attempt(state, event)
         case SnapshotCompleted() | CheckpointCommitted() | Evaluated():
             return _apply_saved(state, event)
+        case PlaceLost() | PlaceReturned():
+            return _apply_place(state, event)
         case ProcessDied() | Suspected() | InterruptionClassified() | Decided() | Relabelled():
             return _apply_trouble(state, event)
     return _apply_steps(state, event)
@@ -153,6 +160,15 @@ def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded
             return replace(state, phase=_unless_stopping(state, Phase.RUNNING), step=event.step, ready_step=event.step)
         case AttemptEnded():
             return replace(state, pids={})
+
+
+def _apply_place(state: RunState, event: PlaceLost | PlaceReturned) -> RunState:
+    place = Place(node=event.node, slot=event.slot)
+    others = tuple(entry for entry in state.out if not place.covers(entry.place))
+    if isinstance(event, PlaceReturned):
+        return replace(state, out=others)
+    blames = (*state.blames, str(place)) if event.until is not None else state.blames
+    return replace(state, out=(*others, Out(place=place, reason=event.reason, until=event.until)), blames=blames)
 
 
 def _apply_saved(state: RunState, event: SnapshotCompleted | CheckpointCommitted | Evaluated) -> RunState:

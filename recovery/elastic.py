@@ -1,0 +1,181 @@
+"""Places come and go; the run goes on with the layout that fits what is left.
+
+Two ways lead to another layout, and both are the same mechanism: the delegate chooses, what it chose stands in the ledger with
+its reason, and the next attempt is started with it.
+
+- A place is lost with its rank (a verdict that blames it): the attempt is over anyhow.
+- A place is taken away or comes back, or a person asks for other ranks: the workers finish their step, copy their state into
+  memory and leave (`SetControl.leave`), and the next attempt reads it there. Nothing is lost but the restart.
+
+What is blamed stays out for a time that doubles with each blame (`recovery.nodes` does so for whole nodes). More than a share
+of all places is never left out by blame: then it is not the places.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from recovery.delegate import Delegate
+from recovery.events import Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
+from recovery.journal import Journal
+from recovery.messages import ClientReply, ClientRequest
+from recovery.places import Out, Place, expired, parse, usable
+from recovery.policy import Decision, Limits
+
+log = logging.getLogger(__name__)
+
+KINDS = ("drain", "admit", "resize")
+
+
+class Surroundings(Protocol):
+    """What is needed of the coordinator's desk."""
+
+    journal: Journal
+
+    @property
+    def running(self) -> int | None:
+        """The number of the attempt whose workers live; None between attempts."""
+
+    def ask_to_leave(self, attempt: int) -> None:
+        """Workers of attempts up to this one finish their step, save and leave."""
+
+
+class Elastic:
+    """The places of a run, and what becomes of its layout when they change. Used by the coordinator's thread."""
+
+    def __init__(self, desk: Surroundings, delegate: Delegate, limits: Limits, clock: Callable[[], float] = time.time) -> None:
+        """`capacity` is filled by whoever knows the nodes, before the first attempt."""
+        self.capacity: dict[str, int] = {}
+        self._desk, self._delegate, self._limits, self._clock = desk, delegate, limits, clock
+        self._changed_at = float("-inf")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where ranks may run now."""
+        return usable(self.capacity, self._desk.journal.state.out)
+
+    # what people ask for
+
+    def on_client(self, request: ClientRequest) -> ClientReply:
+        """`ftrain drain|admit|resize`."""
+        args = dict(request.args)
+        try:
+            match request.kind:
+                case "drain":
+                    self._drain(str(args.get("place", "")), str(args.get("by", "a person")))
+                case "admit":
+                    self._admit(str(args.get("place", "")), str(args.get("by", "a person")))
+                case _:
+                    self._resize(args)
+        except ValueError as error:
+            return ClientReply(ok=False, error=str(error))
+        return ClientReply(ok=True, data=self.describe())
+
+    def _drain(self, text: str, by: str) -> None:
+        place = parse(text, self.capacity)
+        entry = Out(place=place, reason=f"drained by {by}")
+        left = usable(self.capacity, (*self._desk.journal.state.out, entry))
+        chosen = self._delegate.choose_layout(left, f"{place} was drained by {by}")  # ValueError before anything is recorded
+        self._record(PlaceLost(t=self._clock(), node=place.node, slot=place.slot, reason=entry.reason))
+        self._hand_over(chosen)
+
+    def _admit(self, text: str, by: str) -> None:
+        place = parse(text, self.capacity)
+        if not any(place.covers(entry.place) for entry in self._desk.journal.state.out):
+            raise ValueError(f"{place} is not taken away; taken away: {self._out_in_words() or 'nothing'}")
+        self._return(place, f"given back by {by}")
+
+    def _resize(self, args: dict[str, Any]) -> None:
+        told = self._delegate.resize(args, self.places)
+        self._hand_over(told)
+
+    # what happens by itself
+
+    def blame(self, verdict: Verdict, decision: Decision) -> bool:
+        """A decision to leave a place out: whether the run goes on without it. Otherwise it has to go on elsewhere."""
+        place = self._blamed(verdict) if decision.action == "restart_exclude_node" else None
+        if place is None:
+            return False
+        out = self._desk.journal.state.out
+        blamed = sum(entry.until is not None for entry in out) + 1
+        if blamed > self._limits.breaker_share * sum(self.capacity.values()):
+            log.warning("%s is not left out: %d places would be, which is too many to be their fault", place, blamed)
+            return False
+        try:
+            left = usable(self.capacity, (*out, Out(place=place, reason=verdict.class_)))
+            chosen = self._delegate.choose_layout(left, f"{place} is left out after {verdict.class_}")
+        except ValueError as error:
+            log.warning("the run cannot go on without %s: %s", place, error)
+            return False
+        now = self._clock()
+        self._record(
+            PlaceLost(t=now, node=place.node, slot=place.slot, reason=decision.reason, until=now + self._quarantine_s(place))
+        )
+        self._desk.journal.extend(chosen)
+        return True
+
+    def _blamed(self, verdict: Verdict) -> Place | None:
+        return self._delegate.place_of(verdict.first_failing_rank) if verdict.first_failing_rank is not None else None
+
+    def leave_out(self, rank: int, reason: str) -> bool:
+        """A rank that only slows the others down makes way at the next step boundary; whether the run can do without it."""
+        verdict = Verdict(class_="straggler", component="host", first_failing_rank=rank)
+        if not self.blame(verdict, Decision(action="restart_exclude_node", reason=reason)):
+            return False
+        self._leave()
+        return True
+
+    def restart(self, reason: str) -> None:
+        """The same layout once more, in new processes, from the state of the step that is being finished."""
+        log.info("restart at the next step boundary: %s", reason)
+        self._leave()
+
+    def tick(self) -> None:
+        """Places whose quarantine is over come back; one layout is kept for a while before the next is chosen."""
+        now = self._clock()
+        if now - self._changed_at < self._limits.layout_hold_s:
+            return
+        for entry in expired(self._desk.journal.state.out, now):
+            self._return(entry.place, "its quarantine is over")
+
+    def capacity_changed(self, reason: str) -> None:
+        """A node came or went (`capacity` is changed already): another layout, if one is possible."""
+        try:
+            self._hand_over(self._delegate.choose_layout(self.places, reason))
+        except ValueError as error:
+            log.warning("no layout for what is left: %s", error)
+
+    def _return(self, place: Place, reason: str) -> None:
+        self._record(PlaceReturned(t=self._clock(), node=place.node, slot=place.slot, reason=reason))
+        self._hand_over(self._delegate.choose_layout(self.places, f"{place} is back: {reason}"))
+
+    def _quarantine_s(self, place: Place) -> float:
+        blames = self._desk.journal.state.blames.count(str(place))
+        return min(self._limits.quarantine_s * 2.0 ** min(blames, 64), self._limits.quarantine_max_s)
+
+    # carrying it out
+
+    def _record(self, event: Event) -> None:
+        self._desk.journal.append(event)
+
+    def _hand_over(self, chosen: Sequence[Event]) -> None:
+        """The decision is put on record, then the workers make way for it."""
+        self._desk.journal.extend(chosen)
+        if any(isinstance(event, LayoutChosen) for event in chosen):
+            self._leave()
+
+    def _leave(self) -> None:
+        self._changed_at = self._clock()
+        running = self._desk.running
+        if running is not None:
+            self._desk.ask_to_leave(running)
+
+    def describe(self) -> dict[str, Any]:
+        """For people: plain JSON values."""
+        return {"places": [str(place) for place in self.places], "taken_away": self._out_in_words()}
+
+    def _out_in_words(self) -> str:
+        return "; ".join(f"{entry.place}: {entry.reason}" for entry in self._desk.journal.state.out)
