@@ -27,6 +27,7 @@ REFUSED = {"on_resume": "refused"}
 
 Axis = Literal["tp", "cp", "pp", "dp"]
 Recompute = Literal["none", "selective", "full"]
+CpExchange = Literal["all_gather", "ring"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
 FaultPoint = Literal[
     "step", "gradients", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"
@@ -100,6 +101,16 @@ class Data(Section, frozen=True, kw_only=True):
     isolate_documents: Annotated[
         bool, Meta(description="the last token of a document does not learn the first of the next", extra=ACCEPT)
     ] = True
+    document_mask: Annotated[
+        bool, Meta(description="attention does not look into another document of the same sequence", extra=ACCEPT)
+    ] = False
+
+
+class Ramp(Section, frozen=True, kw_only=True):
+    """A smaller batch for the beginning of a run."""
+
+    tokens: Annotated[int, Meta(ge=1, description="updates that begin before this many tokens of the run")]
+    global_batch: Annotated[int, Meta(ge=1, description="take this many sequences")]
 
 
 class Batch(Section, frozen=True, kw_only=True):
@@ -107,6 +118,10 @@ class Batch(Section, frozen=True, kw_only=True):
 
     global_batch: Annotated[int, Meta(ge=1, description="sequences in one update, over all replicas", extra=ACCEPT)]
     micro_batch: Annotated[int, Meta(ge=1, description="sequences in one forward pass of a replica", extra=RECORDED)] = 1
+    ramp: Annotated[
+        tuple[Ramp, ...],
+        Meta(description="other batches before global_batch, each up to a number of tokens; empty: none", extra=ACCEPT),
+    ] = ()
 
 
 class Parallel(Section, frozen=True, kw_only=True):
@@ -136,6 +151,14 @@ class Parallel(Section, frozen=True, kw_only=True):
     tp_overlap: Annotated[
         bool, Meta(description="hide tp collectives of backward behind its matmuls; the same bits either way", extra=RECORDED)
     ] = False
+    cp_exchange: Annotated[
+        CpExchange,
+        Meta(
+            description="with cp > 1, how attention sees keys and values of other ranks: all of a layer at once, or one block "
+            "after the other in 1/cp of the memory",
+            extra=RECORDED,
+        ),
+    ] = "all_gather"
     bucket_mib: Annotated[float, Meta(gt=0, description="bf16 MiB of a gradient bucket", extra=RECORDED)] = 64.0
     schedule: Annotated[
         PipelineSchedule,
@@ -344,8 +367,40 @@ class Recovery(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, description="a network fault counts against a node if it comes twice within this time", extra=FREE)
     ] = 300.0
     breaker_share: Annotated[
-        float, Meta(ge=0, le=1, description="never more than this share of the nodes is left out at once", extra=FREE)
+        float, Meta(ge=0, le=1, description="never more than this share of nodes or places is left out at once", extra=FREE)
     ] = 0.25
+    elastic: Annotated[
+        bool,
+        Meta(
+            description="when places are lost and no spare is left, go on with the layout of best predicted tokens/s for what "
+            "is left (same batches, same data), and grow again when they are back",
+            extra=FREE,
+        ),
+    ] = True
+    least_ranks: Annotated[
+        int, Meta(ge=1, description="the run stops rather than go on with fewer ranks than this", extra=FREE)
+    ] = 1
+    spares: Annotated[
+        int,
+        Meta(ge=0, description="places of this machine kept warm beyond parallel.ranks, to take a lost one's part", extra=FREE),
+    ] = 0
+    layout_hold_s: Annotated[
+        float, Meta(ge=0, description="a layout is kept at least this long before the run grows back", extra=FREE)
+    ] = 60.0
+    straggler: Annotated[
+        Literal["report", "restart", "exclude"],
+        Meta(
+            description="what is done about a rank that computes much longer than the median for several windows in a row: "
+            "nothing, new processes at the next step boundary, or its place left out for quarantine_s",
+            extra=FREE,
+        ),
+    ] = "report"
+    straggler_factor: Annotated[
+        float, Meta(gt=1, description="so many times the median's computing time make a straggler", extra=FREE)
+    ] = 1.5
+    straggler_windows: Annotated[
+        int, Meta(ge=1, description="windows of 20 steps in a row after which it is one", extra=FREE)
+    ] = 3
     notice: Annotated[
         str, Meta(description="file or http URL that says when this machine is taken away; empty: none", extra=FREE)
     ] = ""
@@ -404,6 +459,18 @@ class Machine(Section, frozen=True, kw_only=True):
         Meta(description="dtype of activations; auto: bfloat16 where the hardware has it, else float32", extra=RECORDED),
     ] = "auto"
     interface: Annotated[str, Meta(description="network interface of the collectives", extra=FREE)] = "lo"
+    hardware: Annotated[
+        str,
+        Meta(
+            description="profile of the hardware, for plans and MFU: the name of one that ships, or a .toml file; empty: "
+            "unknown, so no MFU",
+            extra=FREE,
+        ),
+    ] = ""
+    profile_steps: Annotated[
+        tuple[int, ...],
+        Meta(description="first and last step that torch.profiler traces on every rank; empty: none", extra=FREE),
+    ] = ()
 
 
 class Certify(Section, frozen=True, kw_only=True):
