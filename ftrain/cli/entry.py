@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, str] = {
     "save": "ftrain.cli.live:save",
     "stop": "ftrain.cli.live:stop",
     "report": "ftrain.cli.report:report",
+    "compare": "ftrain.cli.compare:compare",
     "ckpt": "ftrain.cli.ckpt:ckpt",
     "sample": "ftrain.cli.sample:sample",
     "data": "ftrain.cli.data:data",

@@ -97,7 +97,7 @@ def resolve(asked: Asked) -> Setup:
     from ftrain.plan.setup import Setup, options_of
 
     config = load(asked.config, asked.overrides)
-    name = asked.hardware or ("h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop")
+    name = asked.hardware or profile.of(config)
     if not asked.hardware:
         render.note(f"--hardware not given: {name} assumed")
     return Setup(config=config, profile=profile.load(name), options=options_of(config, **asked.options))

@@ -14,6 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from ftrain.config import Config
+
 FOLDER = Path(__file__).parent / "hardware"
 
 
@@ -113,6 +115,11 @@ class Profile(_Part, frozen=True, kw_only=True):
 def names() -> tuple[str, ...]:
     """The profiles that ship."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def of(config: Config) -> str:
+    """The profile to assume for a config that names none: this laptop for few CPU ranks, else h100."""
+    return "h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop"
 
 
 def load(name: str) -> Profile:

@@ -1,0 +1,225 @@
+"""`ftrain compare`: two runs side by side, what differs in their configs, and what to do next, each with its evidence.
+
+A switch is accepted in this order: first the results (off and on must learn the same), then what it costs and gains, one
+switch at a time. So the losses come first; a difference of times counts only where it is larger than their noise; and where
+several things differ at once, no gain is credited to any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ftrain.load import Change, changes
+from ftrain.view.learning import Learning, learning
+from ftrain.view.measured import Measured, measured
+from ftrain.view.numbers import change, median, show
+from ftrain.view.predict import Predicted, predict
+from ftrain.view.record import Recorded
+from ftrain.view.suggest import Suggestion, suggestions
+
+UNTOLD = ("run.url", "run.local_dir")
+"""Fields that differ between any two runs and explain nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure of both runs; `how`: its formula, and whether it was measured or predicted."""
+
+    key: str
+    label: str
+    unit: str
+    a: float | int | str | None
+    b: float | int | str | None
+    how: str
+
+    @property
+    def change(self) -> float | None:
+        """b over a, minus 1."""
+        return change(self.a, self.b)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"label": self.label, "unit": self.unit, "a": self.a, "b": self.b, "change": self.change, "how": self.how}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One run and what follows from its record."""
+
+    run: Recorded
+    measured: Measured
+    predicted: Predicted | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The whole answer."""
+
+    a: Side
+    b: Side
+    rows: tuple[Row, ...]
+    learning: Learning
+    config: tuple[Change, ...]
+    suggestions: tuple[Suggestion, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "a": self.a.run.url,
+            "b": self.b.run.url,
+            "rows": {row.key: row.as_dict() for row in self.rows},
+            "learning": msgspec.to_builtins(self.learning),
+            "config": [msgspec.to_builtins(item) for item in self.config],
+            "suggestions": [msgspec.to_builtins(item) for item in self.suggestions],
+        }
+
+
+def side(run: Recorded) -> Side:
+    """A run with its measurements and the planner's predictions."""
+    return Side(run=run, measured=measured(run), predicted=predict(run.config) if run.config else None)
+
+
+def compare(a: Recorded, b: Recorded) -> Comparison:
+    """Lay two runs side by side."""
+    one, two = side(a), side(b)
+    learnt = learning(a, b)
+    differ = tuple(item for item in (changes(a.config, b.config) if a.config and b.config else ()) if item.path not in UNTOLD)
+    return Comparison(
+        a=one,
+        b=two,
+        rows=tuple(_rows(one, two)),
+        learning=learnt,
+        config=differ,
+        suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ)),
+    )
+
+
+def _rows(a: Side, b: Side) -> list[Row]:
+    return [*_layout(a, b), *_speed(a, b), *_waiting(a, b), *_memory(a, b), *_traffic(a, b), *_history(a, b)]
+
+
+def _layout(a: Side, b: Side) -> list[Row]:
+    def newest(of: Side) -> str:
+        return of.run.report.attempts[-1].layout if of.run.report.attempts else ""
+
+    return [
+        Row(key="layout", label="layout", unit="", a=newest(a), b=newest(b), how="of the newest attempt"),
+        Row(key="steps", label="steps in the final history", unit="count", a=len(a.run.steps), b=len(b.run.steps),
+            how="ledger"),
+        Row(key="tokens_per_update", label="tokens of an update", unit="tokens", a=a.measured.tokens_per_update,
+            b=b.measured.tokens_per_update, how="median over the final history: more per update is not sooner"),
+    ]  # fmt: skip
+
+
+def _speed(a: Side, b: Side) -> list[Row]:
+    def value(of: Side) -> float | None:
+        return of.measured.step.value if of.measured.step else None
+
+    def each(of: Side) -> float | None:
+        return of.measured.tokens_per_s / of.measured.ranks if of.measured.tokens_per_s else None
+
+    steps = "measured: median of t_end - t_begin - blocked - evaluation, the first step of an attempt left out"
+    predicted = [of.predicted.step.total if of.predicted and of.predicted.step else None for of in (a, b)]
+    return [
+        Row(key="step_s", label="step", unit="s", a=value(a), b=value(b), how=steps),
+        Row(key="tokens_per_s", label="tokens per second: the same material sooner", unit="tokens/s",
+            a=a.measured.tokens_per_s, b=b.measured.tokens_per_s, how="measured: tokens of an update / step"),
+        Row(key="tokens_per_s_rank", label="of that, one rank", unit="tokens/s", a=each(a), b=each(b), how="tokens/s / ranks"),
+        Row(key="step_predicted_s", label="step, predicted", unit="s", a=predicted[0], b=predicted[1],
+            how="ftrain plan time; - where the hardware's peak is unknown"),
+    ]  # fmt: skip
+
+
+def _waiting(a: Side, b: Side) -> list[Row]:
+    def blocked(of: Side) -> float | None:
+        found = median([done.record.blocked_s for done in of.run.steps])
+        return sum(done.record.blocked_s for done in of.run.steps) / found.count if found else None
+
+    bubbles = [of.predicted.bubble if of.predicted else None for of in (a, b)]
+    return [
+        Row(key="wait", label="waiting for other stages, of a step", unit="%", a=a.measured.wait, b=b.measured.wait,
+            how="measured: worst rank, wait / step"),
+        Row(key="bubble_predicted", label="waiting for other stages, predicted", unit="%", a=bubbles[0], b=bubbles[1],
+            how="ftrain plan schedule: idle of the total, with the work of the config's own stages"),
+        Row(key="exposed", label="communication that nothing hides, of a step", unit="%", a=a.measured.exposed,
+            b=b.measured.exposed, how="measured: worst rank, exposed / step"),
+        Row(key="blocked_s", label="waiting for checkpoints, each step", unit="s", a=blocked(a), b=blocked(b),
+            how="measured: mean of blocked_s over the final history"),
+    ]  # fmt: skip
+
+
+def _memory(a: Side, b: Side) -> list[Row]:
+    peaks = [of.predicted.peak_memory if of.predicted else None for of in (a, b)]
+    return [
+        Row(key="memory", label="memory of the fullest rank", unit="B", a=a.measured.peak_memory, b=b.measured.peak_memory,
+            how="measured: peak of a rank over the run"),
+        Row(key="memory_predicted", label="memory of the fullest rank, predicted", unit="B", a=peaks[0], b=peaks[1],
+            how="ftrain plan memory: state + activations + buffers"),
+    ]  # fmt: skip
+
+
+def _traffic(a: Side, b: Side) -> list[Row]:
+    sent = [{volume.name: float(volume.nbytes) for volume in of.predicted.volumes} if of.predicted else {} for of in (a, b)]
+    names = dict.fromkeys([*sent[0], *sent[1]])
+    rows = [
+        Row(key=f"traffic_{name.lower().replace(' ', '')}", label=f"sent by a rank in an update, {name}", unit="B",
+            a=sent[0].get(name, 0.0), b=sent[1].get(name, 0.0), how="ftrain plan traffic: the busiest rank, counted as rings")
+        for name in names
+    ]  # fmt: skip
+    total = Row(key="traffic", label="sent by a rank in an update, measured", unit="B", a=a.measured.traffic,
+                b=b.measured.traffic, how="measured: bytes of a rank, the busiest")  # fmt: skip
+    return [*rows, total]
+
+
+def _history(a: Side, b: Side) -> list[Row]:
+    def of(name: str) -> tuple[float, float]:
+        return getattr(a.run.report, name), getattr(b.run.report, name)
+
+    stops = [len(each.run.report.interruptions) for each in (a, b)]
+    effective, lost = of("effective_time"), of("steps_lost")
+    return [
+        Row(key="effective_time", label="effective time", unit="%", a=effective[0], b=effective[1], how=a.run.report.formula),
+        Row(key="interruptions", label="interruptions", unit="count", a=stops[0], b=stops[1], how="ledger"),
+        Row(key="steps_lost", label="steps lost and done again", unit="count", a=lost[0], b=lost[1], how="ledger"),
+    ]
+
+
+def lines(found: Comparison) -> list[str]:
+    """The comparison as text; rows that neither run has a value for are left out."""
+    told = [f"A  {found.a.run.url}", f"B  {found.b.run.url}", "", *_table(found), "", *_learnt(found.learning), ""]
+    told += ["config" if found.config else "config: no difference"]
+    told += [f"  {item.path}: {item.old!r} -> {item.new!r}" for item in found.config]
+    told += ["", "what to do next"]
+    for item in found.suggestions:
+        told += [f"  {item.text}", *(f"      {line}" for line in item.evidence)]
+    return told
+
+
+def _table(found: Comparison) -> list[str]:
+    rows = [row for row in found.rows if row.a is not None or row.b is not None]
+    cells = [
+        ("", "A", "B", "change"),
+        *((row.label, show(row.a, row.unit), show(row.b, row.unit), _change(row)) for row in rows),
+    ]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _change(row: Row) -> str:
+    return "" if row.change is None else f"{100 * row.change:+.1f} %"
+
+
+def _learnt(learnt: Learning) -> list[str]:
+    kind = "" if learnt.first_difference is None else ": rounding" if learnt.is_rounding else ": more than rounding"
+    told = [f"loss: {learnt.verdict}{kind}"]
+    if learnt.last_common_step:
+        told.append(f"  at step {learnt.last_common_step}: {show(learnt.a_at_step, '')} and {show(learnt.b_at_step, '')}")
+    if learnt.common_tokens:
+        told.append(
+            f"  after {show(learnt.common_tokens, 'tokens')} tokens: {show(learnt.a_at_tokens, '')} and "
+            f"{show(learnt.b_at_tokens, '')} (the same material, whatever an update holds)"
+        )
+    return told

@@ -1,0 +1,141 @@
+"""A run as it was recorded: the ledger's events, sorted into what comparisons and pages ask for.
+
+Two things are kept apart that a plot of a log mixes up: the final history (every step once, as it counts) and the steps that a
+roll-back undid. Measurements of single steps beyond the ledger's (time of ranks, memory) are in metrics.jsonl, which stays on
+the machine of the run: where it is not, the rest still is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftrain.config import Config
+from recovery.events import (
+    CheckpointCommitted,
+    ConfigChanged,
+    Evaluated,
+    Event,
+    Ready,
+    RunStarted,
+    StepRecord,
+    steps_of,
+)
+from recovery.report import Report, report
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished step and the attempt that did it."""
+
+    attempt: int
+    record: StepRecord
+
+    @property
+    def seconds(self) -> float:
+        """Of training: without waiting for a checkpoint, and without evaluation."""
+        record = self.record
+        return max(0.0, record.t_end - record.t_begin - record.blocked_s - record.evaluate_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One run. Sequences are in the order in which things happened."""
+
+    url: str
+    report: Report
+    config: Config | None
+    """The newest resolved config, if this version of ftrain can read it."""
+    steps: tuple[Done, ...]
+    """The final history: ascending, each step once."""
+    undone: tuple[Done, ...]
+    """Steps that a roll-back undid."""
+    evaluations: tuple[tuple[int, float], ...]
+    """(step, held-out loss) of the final history."""
+    checkpoints: tuple[CheckpointCommitted, ...]
+    changes: tuple[ConfigChanged, ...]
+    metrics: tuple[dict[str, Any], ...]
+    """Lines of metrics.jsonl that belong to the final history; empty if that file is not on this machine."""
+
+    def tokens_by_step(self) -> dict[int, int]:
+        """Step -> tokens learnt from when it was finished. A run that began elsewhere counts from its own first step."""
+        total, found = 0, {}
+        for done in self.steps:
+            total += done.record.tokens
+            found[done.record.step] = total
+        return found
+
+
+def read(url: str, local_override: str = "") -> Recorded:
+    """The run at `url`. Raises StorageError if nothing is there, ReportError if its books do not add up."""
+    from ftrain.compose.ledgers import read_ledger
+    from ftrain.compose.paths import absolute_url, local_dir_of
+
+    events = read_ledger(url, local_override)
+    folder = local_dir_of(absolute_url(url), local_override)
+    return recorded(url, events, metrics_of(folder / "metrics.jsonl"))
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a torn one is the end of a live file. Empty if there is none."""
+    found: list[dict[str, Any]] = []
+    if not path.is_file():
+        return found
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError:
+            break
+    return found
+
+
+def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]] = ()) -> Recorded:
+    """The same from events and lines that are at hand."""
+    steps, undone = _histories(events)
+    final = {(done.attempt, done.record.step) for done in steps}
+    return Recorded(
+        url=url,
+        report=report(events),
+        config=_config(events),
+        steps=steps,
+        undone=undone,
+        evaluations=_evaluations(events, last=steps[-1].record.step if steps else 0),
+        checkpoints=tuple(event for event in events if isinstance(event, CheckpointCommitted)),
+        changes=tuple(event for event in events if isinstance(event, ConfigChanged)),
+        metrics=tuple(line for line in metrics if (line.get("attempt"), line.get("step")) in final),
+    )
+
+
+def _histories(events: Iterable[Event]) -> tuple[tuple[Done, ...], tuple[Done, ...]]:
+    """The final history, and what was undone: a roll-back to step s undoes every step after s."""
+    kept: dict[int, Done] = {}
+    undone: list[Done] = []
+    for event in events:
+        if isinstance(event, Ready):
+            undone += [kept.pop(step) for step in sorted(kept) if step > event.step]
+        for record in steps_of(event):
+            known = kept.get(record.step)
+            if known is None or known.attempt != event.attempt:
+                kept[record.step] = Done(event.attempt, record)
+    return tuple(kept[step] for step in sorted(kept)), tuple(undone)
+
+
+def _config(events: Iterable[Event]) -> Config | None:
+    from ftrain.load import ConfigProblems, resolve
+
+    newest = next((event.config for event in reversed(list(events)) if isinstance(event, RunStarted) and event.config), None)
+    if newest is None:
+        return None
+    try:
+        return resolve(newest)
+    except ConfigProblems:
+        return None
+
+
+def _evaluations(events: Iterable[Event], *, last: int) -> tuple[tuple[int, float], ...]:
+    found = {event.step: event.loss for event in events if isinstance(event, Evaluated) and event.loss is not None}
+    return tuple((step, found[step]) for step in sorted(found) if step <= last)
