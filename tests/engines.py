@@ -8,6 +8,7 @@ from world import run_world
 
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape
+from ftrain.ramp import position
 from ftrain.train.lr import learning_rate
 from ftrain.train.step import Engine
 
@@ -19,9 +20,10 @@ def engine_of(config, rank=0, **hooks):
 
 
 def train(engine, steps):
-    size = engine.config.batch.global_batch
     first = engine.step
-    return [engine.train_step(step=step + 1, first_sequence=step * size) for step in range(first, first + steps)]
+    return [
+        engine.train_step(step=step + 1, first_sequence=position(engine.config, step)) for step in range(first, first + steps)
+    ]
 
 
 def whole(engine, slot):

@@ -80,7 +80,7 @@ def inspect(
     """Show the sequences a run is fed, as text.
 
     Each comes with its source, its place in it, and the targets that do not count. Step s of a run consumes the sequences
-    s * global_batch and following.
+    s * global_batch and following (fewer under a batch.ramp: --dry-run shows its phases).
     """
     with _reported():
         config = load(config_path, overrides)

@@ -12,6 +12,7 @@ from ftrain.parallel.shape import AXES, Coordinate
 from ftrain.plan.figure import Answer, Section, Table, Value, number, said, size, why
 from ftrain.plan.placement import key, path, place
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
+from ftrain.ramp import global_batch_at, position
 
 SHOWN = 8
 """Ranks of a long list that are written out."""
@@ -148,9 +149,9 @@ def _holds(setup: Setup, rank: int) -> Section:
 
 
 def _reads(setup: Setup, rank: int, step: int) -> Section:
-    batch, replica = setup.config.batch, setup.mesh.coordinate(rank).dp
-    runs = microbatches(batch.global_batch, batch.micro_batch, setup.mesh.dp, replica)
-    first = step * batch.global_batch
+    first, replica = position(setup.config, step), setup.mesh.coordinate(rank).dp
+    size = global_batch_at(setup.config, first)
+    runs = microbatches(size, setup.config.batch.micro_batch, setup.mesh.dp, replica)
     start, stop = first + runs[0].start, first + runs[-1].stop
     return Section(
         title="What it reads",
@@ -158,7 +159,7 @@ def _reads(setup: Setup, rank: int, step: int) -> Section:
             number("reads_microbatches", f"micro-batches in step {step}", value=len(runs),
                    why=why("the global list, dealt to replicas in runs", "ftrain.parallel.partition")),
             said("reads_sequences", "sequences of the training stream", text=f"{start:,} to {stop - 1:,}",
-                 why=why("step x global_batch + its run", "ftrain.data.sampler", step=step, global_batch=batch.global_batch)),
+                 why=why("step x global_batch + its run", "ftrain.data.sampler", step=step, global_batch=size)),
         ),
         notes=("its TP and PP peers work on the same sequences; its DP peers on others",),
     )  # fmt: skip

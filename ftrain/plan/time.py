@@ -8,8 +8,11 @@ layouts and to predict directions, and the report grades it afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
+
+import msgspec
 
 from ftrain.plan import checkpoint, cost, state
 from ftrain.plan.activations import working_bytes
@@ -19,6 +22,10 @@ from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.traffic import group_path
 from ftrain.plan.volume import volumes
+from ftrain.ramp import phases, position
+
+UNBOUNDED = 10**15
+"""More updates than any run has."""
 
 YEAR = 31_557_600
 """Seconds of a Julian year."""
@@ -120,7 +127,7 @@ class Work:
 def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
     """The whole answer; `other`: the same run under another layout, laid beside it."""
     setup.require_schedule()
-    tokens = round(work.tokens) or setup.config.run.steps * setup.tokens_per_update
+    tokens = round(work.tokens) or position(setup.config, setup.config.run.steps) * setup.config.data.seq_len
     operations = work.flops or 6.0 * setup.num_params * tokens
     sections = [_batch(setup), _operations(setup, tokens, operations)]
     if work.achieved_tflops:
@@ -191,6 +198,10 @@ def _batch(setup: Setup) -> Section:
     if inside > 1:
         wrong = f"{mesh.world:,} cards" if inside == mesh.dp else f"{inside}, and not by {mesh.world:,}"
         notes = (f"the {inside} cards of a replica work on the same sequences: multiply by {mesh.dp} replicas, not by {wrong}",)
+    notes += tuple(
+        f"ramp: {phase.global_batch:,} sequences in the steps {phase.first_step + 1:,} to {phase.stop_step:,}"
+        for phase in (phases(config) if config.batch.ramp else ())
+    )
     return Section(
         title="Batch",
         figures=(
@@ -265,10 +276,10 @@ def _published(setup: Setup) -> tuple[Table, ...]:
 
 
 def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
-    part = step(setup)
-    steps = tokens / setup.tokens_per_update
-    profile = setup.profile
-    days = part.total * steps / effective / 86400
+    part, profile = step(setup), setup.profile
+    updates = tuple(_updates(setup, tokens))
+    steps = sum(count for _, count in updates)
+    days = sum(step(under).total * count for under, count in updates) / effective / 86400
     rows = tuple((name, seconds(getattr(part, name)), _of(part, name)) for name in PARTS)
     rate = setup.tokens_per_update / part.total
     assumed = f"kernels at {profile.assumed.kernel_share:g} of the peak, links at {profile.assumed.link_share:g}"
@@ -292,6 +303,17 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
         tables=(Table(key="step_parts", title="Where the step goes", columns=("part", "time", "share"), rows=rows,
                       formulas=_part_formulas(setup), source="ftrain.plan.time"),),
     )  # fmt: skip
+
+
+def _updates(setup: Setup, tokens: float) -> Iterator[tuple[Setup, float]]:
+    """How many updates of each size the run takes to these tokens, each size as a setup of its own."""
+    left = tokens / setup.config.data.seq_len
+    for phase in phases(setup.config, UNBOUNDED):
+        count = min(phase.stop_step - phase.first_step, left / phase.global_batch)
+        if count > 0:
+            batch = msgspec.structs.replace(setup.config.batch, global_batch=phase.global_batch, ramp=())
+            yield replace(setup, config=msgspec.structs.replace(setup.config, batch=batch)), count
+            left -= count * phase.global_batch
 
 
 def _with_failures(setup: Setup, days: float) -> tuple[Figure, ...]:

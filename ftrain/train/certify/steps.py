@@ -25,6 +25,7 @@ from ftrain.data.dataset import Batch, Dataset
 from ftrain.parallel.arrays import MASTER, WEIGHTS, StatePiece
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape
+from ftrain.ramp import position
 from ftrain.train.batch import Arrays
 from ftrain.train.certify.messages import Held, JobDone, Ring, StepDone, Steps
 from ftrain.train.step import Engine
@@ -42,7 +43,8 @@ class Recorder:
     """The config's data, with a record of every training sequence that was read.
 
     Its tokens are renumbered, one to one, so that they lie all over the vocabulary: text of bytes uses its first half only, and
-    what tensor parallelism does to the other parts would never be seen.
+    what tensor parallelism does to the other parts would never be seen. And its documents are cut into short ones: whole ones
+    are longer than a certificate's sequences, so that all ranks would have as many valid tokens, and no mask would mask any.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -63,8 +65,12 @@ class Recorder:
         return self._renumbered(self._dataset.heldout(first, count))
 
     def _renumbered(self, batch: Batch) -> Batch:
+        """In documents that end behind every token of one kind in seven."""
         tokens, targets = ((ids * self._factor) % self._dataset.vocab for ids in (batch.tokens, batch.targets))
-        return replace(batch, tokens=tokens, targets=targets)
+        ends = tokens % 7 == 0
+        documents = np.cumsum(ends, 1) - ends
+        valid = batch.valid & ~ends if self._dataset.isolates else batch.valid
+        return replace(batch, tokens=tokens, targets=targets, valid=valid, documents=documents)
 
     def take(self) -> list[tuple[int, str]]:
         """What was read since the last call."""
@@ -144,7 +150,7 @@ def _update(engine: Engine, data: Recorder, results: RunStore) -> StepDone:
 
     engine.before_update, step = keep, engine.step
     data.take()
-    result = engine.train_step(step=step + 1, first_sequence=step * engine.config.batch.global_batch)
+    result = engine.train_step(step=step + 1, first_sequence=position(engine.config, step))
     engine.optimizer.finish()
     pieces = [*grads, *engine.pieces()]
     return StepDone(
