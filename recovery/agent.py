@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,9 @@ from recovery.events import ProcessKind
 from recovery.heartbeat import CONTROL_SIZE, ControlWriter
 from recovery.helper import Callbacks, Helper
 from recovery.launch import Spawn, become_subreaper, boot_id, children, python
-from recovery.loop import Loop, Port
+from recovery.loop import Loop
 from recovery.memory import Areas, MemoryLimitError, memfd
 from recovery.messages import (
-    Ack,
     AgentHello,
     CollectEvidence,
     Fork,
@@ -51,7 +49,6 @@ from recovery.messages import (
     KeeperMemfds,
     Lasting,
     Payload,
-    Ping,
     Prepare,
     Prepared,
     PrepareFailed,
@@ -65,16 +62,14 @@ from recovery.messages import (
     ToKeeper,
     ToKeeperFromWorker,
     ToWorker,
-    Welcome,
     ZygoteReady,
 )
-from recovery.outbox import Outbox
 from recovery.spec import AgentSpec
-from recovery.wire import MAX_DESCRIPTORS, Frame, channel, connect
+from recovery.uplink import Uplink
+from recovery.wire import MAX_DESCRIPTORS, Frame
 
 log = logging.getLogger("recovery.agent")
 
-RECONNECT_S = 0.05
 HEARTBEAT_S = 1.0
 LEAVE_LIMIT_S = 5.0
 
@@ -88,16 +83,13 @@ class Agent:
         self.folder = Path(spec.local_dir)
         self.loop = loop
         self.areas = Areas()
-        self.outbox = Outbox()
+        self.uplink = Uplink(loop, spec.coordinator, spec.control, self)
         self.crew: Crew | None = None
         self.leaving = False
         self._control_fd = memfd("control", CONTROL_SIZE)
         self._control = ControlWriter(self._control_fd)
         self._set = SetControl(stop=False, save=0)
-        self._port: Port | None = None
-        self._linked = False
-        self._epoch = 0
-        self._contact = time.monotonic()
+        self._status = ExitCode.DONE
         self._early: dict[int, int] = {}  # statuses of children whose pid nobody has told us yet
         self._clues = Clues(loop, self.folder)
         self._zygote = self._helper("zygote", FromZygote, self._from_zygote, self._zygote_died, self._zygote_started)
@@ -126,12 +118,12 @@ class Agent:
         self._zygote.start()
         if self.spec.keeper_argv:
             self._keeper.start()
-        self._connect()
+        self.uplink.connect()
         self.loop.every(HEARTBEAT_S, self._beat)
         self.loop.every(min(1.0, self.spec.lease_s / 8), self._check_lease)
         self.loop.wait_for(lambda: self.leaving)
         self._end_everything()
-        return ExitCode.DONE
+        return self._status
 
     def leave(self, reason: str) -> None:
         """End the workers, then everything else."""
@@ -149,12 +141,12 @@ class Agent:
         self._keeper.kill()
         self._kill_strays()
         self.loop.wait_for(lambda: not (self._keeper.alive or children()), LEAVE_LIMIT_S)
-        if self._port is not None and not self._port.closed:
-            self._port.channel.drain(1.0)
+        self.uplink.close()
 
     def _check_lease(self) -> None:
-        silent_s = time.monotonic() - self._contact
+        silent_s = self.uplink.silent_s
         if silent_s > self.spec.lease_s and not self.leaving:
+            self._status = ExitCode.RETRY_SAME
             self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {self.spec.lease_s:g} s")
 
     # children
@@ -227,19 +219,8 @@ class Agent:
 
     # the coordinator
 
-    def _connect(self) -> None:
-        if self._port is not None or self.leaving:
-            return
-        try:
-            sock = connect(Path(self.spec.coordinator))
-        except OSError:
-            self.loop.after(RECONNECT_S, self._connect)
-            return
-        self._linked = False
-        self._port = Port(self.loop, channel(sock, ToAgent), self._from_coordinator, self._lost)
-        self._port.send(self._hello())
-
-    def _hello(self) -> AgentHello:
+    def hello(self) -> AgentHello:
+        """Who we are and all we hold."""
         crew = self.crew
         return AgentHello(
             node=self.spec.node,
@@ -252,63 +233,29 @@ class Agent:
             memo=crew.start.memo if crew else b"",
             stop=self._set.stop,
             save=self._set.save,
+            leave=self._set.leave,
         )
-
-    def _lost(self) -> None:
-        log.warning("coordinator lost, lease %.1f s", self.spec.lease_s)
-        self._port = None
-        self._linked = False
-        self.loop.after(RECONNECT_S, self._connect)
 
     def report(self, message: Lasting) -> None:
         """Tell the coordinator, now or as soon as there is one; it is kept until acknowledged."""
-        numbered = self.outbox.add(message)
-        if self._linked and self._port is not None:
-            self._port.send(numbered)
-        self._push_back()
+        self.uplink.report(message)
 
-    def _push_back(self) -> None:
-        full = self.outbox.full
+    def push_back(self, full: bool) -> None:
+        """Stop reading from workers and keeper while too much is unacknowledged."""
         self._keeper.pause(full)
         if self.crew is not None:
             self.crew.pause(full)
 
     def answer(self, message: object) -> None:
         """Tell the coordinator if it is there; it will ask again otherwise."""
-        if self._linked and self._port is not None:
-            self._port.send(message)
+        self.uplink.answer(message)
 
     def _beat(self) -> None:
         if self.crew is not None and not self.crew.all_ended:
             self.answer(Heartbeats(beats=self.crew.beats()))
 
-    def _from_coordinator(self, frame: Frame[ToAgent]) -> None:
-        self._contact = time.monotonic()
-        match frame.message:
-            case Welcome(epoch=epoch):
-                self._welcome(epoch)
-            case Ping():
-                pass
-            case Ack(seq=seq):
-                self.outbox.acknowledge(seq)
-                self._push_back()
-            case command if self._linked:
-                self._obey(command)
-                self._contact = time.monotonic()  # a command may take long (large memory), and meanwhile we were deaf
-
-    def _welcome(self, epoch: int) -> None:
-        if epoch < self._epoch and self._port is not None:
-            log.warning("coordinator of epoch %d refused: epoch %d is known", epoch, self._epoch)
-            self._port.close()
-            self._lost()
-            return
-        self._epoch = epoch
-        self._linked = True
-        for numbered in self.outbox:
-            if self._port is not None:
-                self._port.send(numbered)
-
-    def _obey(self, command: ToAgent) -> None:
+    def obey(self, command: ToAgent) -> None:
+        """A command of the coordinator."""
         match command:
             case Prepare(memfds=memfds):
                 self._prepare(memfds)
@@ -319,9 +266,9 @@ class Agent:
                 self._start(command)
             case StopWorkers(reason=reason, grace_s=grace_s):
                 self._stop_workers(reason, grace_s)
-            case SetControl(stop=stop, save=save):
+            case SetControl(stop=stop, save=save, leave=leave):
                 self._set = command
-                self._control.set(stop=stop, save=save)
+                self._control.set(stop=stop, save=save, leave=leave)
             case ToKeeper(payload=payload):
                 self._keeper.send(Payload(payload=payload))
             case ToWorker(rank=rank, payload=payload) if self.crew is not None:

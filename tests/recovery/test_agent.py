@@ -248,7 +248,7 @@ def test_without_a_coordinator_the_lease_ends_everything(tmp_path):
         members = descendants(agent.process.pid)
         assert len(members) == 4
         agent.hang_up(unreachable=True)
-        assert agent.wait_gone() == ExitCode.DONE
+        assert agent.wait_gone() == ExitCode.RETRY_SAME
         assert all(gone(pid) for pid in members | set(pids.values()))
         assert "the lease is 2 s" in (tmp_path / "agent.out").read_text()
 
@@ -257,7 +257,7 @@ def test_a_silent_coordinator_is_no_coordinator(tmp_path):
     with driven_agent(tmp_path, lease_s=2.0) as agent:
         agent.accept()
         pids = agent.start()
-        assert agent.wait_gone() == ExitCode.DONE  # the connection stands, but nothing is said
+        assert agent.wait_gone() == ExitCode.RETRY_SAME  # the connection stands, but nothing is said
         assert gone(pids[0])
 
 
