@@ -17,6 +17,7 @@ import click
 
 COMMANDS: Mapping[str, str] = {
     "run": "ftrain.cli.run:run",
+    "supervise": "ftrain.cli.supervise:supervise",
     "status": "ftrain.cli.live:status",
     "save": "ftrain.cli.live:save",
     "stop": "ftrain.cli.live:stop",
