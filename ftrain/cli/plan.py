@@ -91,14 +91,14 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def resolve(asked: Asked) -> Setup:
-    """The setup of the plan. Without --hardware: the laptop for CPU runs, else h100, and it is said so."""
+    """The setup of the plan. Hardware: --hardware, else the config's, else the laptop for CPU runs or h100, which is said."""
     from ftrain.load import load
     from ftrain.plan import profile
     from ftrain.plan.setup import Setup, options_of
 
     config = load(asked.config, asked.overrides)
     name = asked.hardware or profile.of(config)
-    if not asked.hardware:
+    if not asked.hardware and not config.machine.hardware:
         render.note(f"--hardware not given: {name} assumed")
     return Setup(config=config, profile=profile.load(name), options=options_of(config, **asked.options))
 

@@ -118,8 +118,8 @@ def names() -> tuple[str, ...]:
 
 
 def of(config: Config) -> str:
-    """The profile to assume for a config that names none: this laptop for few CPU ranks, else h100."""
-    return "h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop"
+    """The profile that a config names; for one that names none, the laptop for few CPU ranks, else h100."""
+    return config.machine.hardware or ("h100" if config.machine.device == "cuda" or config.parallel.ranks > 64 else "laptop")
 
 
 def load(name: str) -> Profile:
