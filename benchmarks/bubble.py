@@ -67,7 +67,7 @@ class Sleeper(Stage):
 class Stream:
     """The shape of what travels between sleepers."""
 
-    def __call__(self, x: torch.Tensor, part: Sequence[str]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None) -> torch.Tensor:
         """Nothing is computed."""
         return x
 

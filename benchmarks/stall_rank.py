@@ -44,6 +44,7 @@ class Arrays:
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     valid: npt.NDArray[np.bool_]
+    documents: npt.NDArray[np.int64]
 
 
 class RandomTokens:
@@ -55,7 +56,8 @@ class RandomTokens:
     def sequences(self, first: int, count: int) -> Arrays:
         """Training sequences [first, first + count)."""
         tokens = np.random.default_rng(first).integers(0, self._vocab, (count, self._length + 1))
-        return Arrays(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.ones((count, self._length), dtype=np.bool_))
+        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        return Arrays(inputs, targets, np.ones_like(inputs, dtype=np.bool_), np.zeros_like(inputs))
 
     heldout = sequences
 

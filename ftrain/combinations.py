@@ -2,8 +2,6 @@
 
 The anchors (Megatron, torchtitan, DeepSpeed) stop at the first failed assert, often on rank 300 after ten minutes. Here the
 checks are one pure function of the config, so the command line, the planner's search and the tests ask the same question.
-What a config may say (`combinations`) is kept apart from what the engine can do today (`availability`): a plan for a layout
-that is not trained yet is still a plan.
 """
 
 from __future__ import annotations
@@ -23,13 +21,6 @@ _AXES = ("tp", "cp", "pp", "dp")
 def combinations(config: Config) -> list[Problem]:
     """All impossible combinations of a config whose single values are legal."""
     return [problem for rule in RULES for problem in rule(config)]
-
-
-def availability(config: Config) -> list[Problem]:
-    """What a legal config asks for that this engine does not do yet."""
-    message = "this engine trains with tensor, pipeline and data parallelism only for now"
-    sizes = {"cp": config.parallel.cp}
-    return [Problem(f"parallel.{axis}", f"given {size}", "1", message) for axis, size in sizes.items() if size > 1]
 
 
 def replicas(config: Config) -> int:
@@ -161,6 +152,12 @@ def _sequence(config: Config) -> Iterator[Problem]:
         yield Problem("data.seq_len", given, allowed, hint)
 
 
+def _documents(config: Config) -> Iterator[Problem]:
+    if config.data.document_mask and not config.data.isolate_documents:
+        allowed = "only with data.isolate_documents = true: what attention cannot see cannot be learned from"
+        yield Problem("data.document_mask", "given true, with data.isolate_documents = false", allowed)
+
+
 def _batch(config: Config) -> Iterator[Problem]:
     batch, dp = config.batch, max(1, replicas(config))
     if batch.global_batch % batch.micro_batch:
@@ -241,6 +238,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _layer_counts,
     _groups,
     _sequence,
+    _documents,
     _batch,
     _schedule,
     _intervals,

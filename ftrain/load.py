@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import inspect as mi
 
-from ftrain.combinations import availability, combinations, head_dim, kv_heads, num_chunks, replicas
+from ftrain.combinations import combinations, head_dim, kv_heads, num_chunks, replicas
 from ftrain.config import Config
 from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
@@ -28,7 +28,6 @@ __all__ = [
     "Change",
     "ConfigProblems",
     "Problem",
-    "availability",
     "changes",
     "combinations",
     "fingerprint",
@@ -36,7 +35,6 @@ __all__ = [
     "load",
     "num_parameters",
     "parse",
-    "require_available",
     "resolve",
     "to_toml",
 ]
@@ -87,13 +85,6 @@ def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequen
     if impossible:
         raise ConfigProblems(impossible, origin)
     return config
-
-
-def require_available(config: Config, *, origin: str = "config") -> None:
-    """Raises ConfigProblems if the config, though legal, asks for what this engine does not do yet."""
-    problems = availability(config)
-    if problems:
-        raise ConfigProblems(problems, origin)
 
 
 def fingerprint(config: Config) -> str:

@@ -16,6 +16,7 @@ class FakeBatch:
     tokens: np.ndarray
     targets: np.ndarray
     valid: np.ndarray
+    documents: np.ndarray
 
 
 @dataclass
@@ -36,7 +37,8 @@ class FakeData:
         text = np.stack([row.integers(0, self.vocab, self.seq_len + 1) for row in rows])
         valid = np.stack([row.random(self.seq_len) > 0.2 for row in rows])
         targets = np.where(valid, text[:, 1:], -100)
-        return FakeBatch(text[:, :-1].copy(), targets, valid)
+        documents = (np.stack([row.random(self.seq_len) for row in rows]) < 0.2).cumsum(1)
+        return FakeBatch(text[:, :-1].copy(), targets, valid, documents)
 
 
 def tiny(*, model=None, ranks=1, **sections):

@@ -20,7 +20,7 @@ from ftrain.compose.holder import check_holder
 from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
-from ftrain.load import fingerprint, require_available
+from ftrain.load import fingerprint
 from recovery.agent_record import living_agent
 from recovery.launch import python
 from recovery.memory import check_fits, room
@@ -44,7 +44,6 @@ def prepare(
 
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
-    require_available(config)
     config = with_absolute_url(config)
     check_data(config)
     check_memory(config)

@@ -40,6 +40,7 @@ class Batch:
     tokens: Ints  # [B, T]
     targets: Ints  # [B, T]
     valid: npt.NDArray[np.bool_]  # [B, T]: this target counts in the loss
+    documents: Ints  # [B, T]: number of the token's document within its sequence, from 0
     sources: Ints  # [B]: number of the source in `data.sources`
     ids: Ints  # [B]: window within that source (training or held-out windows, each counted from 0)
 
@@ -53,7 +54,7 @@ class Dataset:
     def __init__(self, config: Config, *, root: str) -> None:
         """`root` is the cache folder in which the built-in corpus is prepared on first use."""
         data = config.data
-        self.seq_len, self.vocab, self._isolate = data.seq_len, config.model.vocab, data.isolate_documents
+        self.seq_len, self.vocab, self.isolates = data.seq_len, config.model.vocab, data.isolate_documents
         files = [TokenFile(ensure_stdlib(root) if item.path == "stdlib" else item.path) for item in data.sources]
         self.sources = [Source(f, seq_len=data.seq_len, heldout_fraction=data.heldout_fraction) for f in files]
         self.weights = tuple(item.weight for item in data.sources)
@@ -94,7 +95,7 @@ class Dataset:
     def num_valid(self, first: int, count: int) -> int:
         """How many targets of these training sequences count, from the index alone: known before any token is read."""
         masked = 0
-        if self._isolate:
+        if self.isolates:
             masked = sum(len(self.sources[s].document_starts(span, w)) for s, span, w in self._train.windows(first, count))
         return count * self.seq_len - masked
 
@@ -113,15 +114,17 @@ class Dataset:
         places = list(stream.windows(first, count))
         rows = np.stack([self.sources[source].window(span, window) for source, span, window in places])
         valid = np.ones((count, self.seq_len), np.bool_)
-        if self._isolate:
-            for row, (source, span, window) in enumerate(places):
-                valid[row, self.sources[source].document_starts(span, window)] = False
+        documents = np.zeros((count, self.seq_len), np.int64)
+        for row, (source, span, window) in enumerate(places):
+            starts = self.sources[source].document_starts(span, window)
+            valid[row, starts] = not self.isolates
+            documents[row] = (np.arange(self.seq_len)[:, None] > starts).sum(1)  # a start is a target: the token one place on
         if rows.max() >= self.vocab or rows.min() < 0:
             row = int(np.argmax((rows >= self.vocab).any(axis=1) | (rows < 0).any(axis=1)))
             prefix = self.sources[places[row][0]].file.prefix
             raise DataError(f"holds token {rows[row].max()}, model.vocab is {self.vocab}: another tokenizer made it", prefix)
         numbers = np.array([(source, window) for source, _, window in places], np.int64)
-        return Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), valid, numbers[:, 0], numbers[:, 1])
+        return Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), valid, documents, numbers[:, 0], numbers[:, 1])
 
     def _pairs(self, sequences: int | None) -> Iterator[tuple[Ints, Ints]]:
         """(tokens, targets) of the held-out targets that count, in blocks."""

@@ -19,21 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ftrain.config import Model, Recompute
-from ftrain.model.attention import block_attention, rotary_tables
+from ftrain.model.attention import attention, rotary_tables
 from ftrain.model.functional import embed, head_loss, rms_norm, rotate, swiglu, token_losses
 from ftrain.model.recompute import again
+from ftrain.parallel.context import ContextGroup
 from ftrain.parallel.layout import head_dim, num_kv_heads
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import View
 from ftrain.parallel.tensor import Labels, column, embed_cut, head_loss_cut, row, token_losses_cut
 from ftrain.parallel.weight import Weight, precise
 
-Tables = tuple[torch.Tensor, torch.Tensor]
+
+class Positions(NamedTuple):
+    """Which positions of its sequences a rank computes, as attention needs to know it."""
+
+    tables: tuple[torch.Tensor, torch.Tensor]  # rotary cos and sin of them
+    group: ContextGroup | None = None  # the ranks that have the others
+    documents: torch.Tensor | None = None  # [B, whole T], if attention stays within documents
 
 
 class Attention(nn.Module):
@@ -50,7 +58,7 @@ class Attention(nn.Module):
         self.q_norm = _empty(self.head_dim) if model.qk_norm else None
         self.k_norm = _empty(self.head_dim) if model.qk_norm else None
 
-    def forward(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
         """[B, T, D] -> [B, T, D], all heads of this rank"""
         outputs = column(self.group, x_BTD, self.wq, self.wk, self.wv)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
@@ -58,7 +66,8 @@ class Attention(nn.Module):
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return block_attention(rotate(q, *tables), rotate(k, *tables), v)
+            q, k = rotate(q, *positions.tables), rotate(k, *positions.tables)
+            return attention(q, k, v, positions.group, positions.documents)
 
         out_BTHK = again(core, q, k, v) if self.recompute else core(q, k, v)
         return row(self.group, out_BTHK.flatten(2), self.wo)
@@ -93,12 +102,12 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(model, group, recompute), Mlp(model, group)
         self.recompute = recompute == "full"
 
-    def forward(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]"""
-        return again(lambda x: self._apply_to(x, tables), x_BTD) if self.recompute else self._apply_to(x_BTD, tables)
+        return again(lambda x: self._apply_to(x, positions), x_BTD) if self.recompute else self._apply_to(x_BTD, positions)
 
-    def _apply_to(self, x_BTD: torch.Tensor, tables: Tables) -> torch.Tensor:
-        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps), tables)
+    def _apply_to(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
+        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps), positions)
         change: torch.Tensor = self.mlp(rms_norm(x_BTD, self.mlp_norm, self.eps))
         return x_BTD + change
 
@@ -113,12 +122,13 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
         layers: range | None = None,
         group: TensorGroup | None = None,
+        context: ContextGroup | None = None,
         recompute: Recompute = "none",
     ) -> None:
         """`dtype` is that of the activations; `layers` the numbers of the layers held, all by default."""
         super().__init__()
         layers = range(model.layers) if layers is None else layers
-        self.model, self.dtype, self.group = model, dtype, group
+        self.model, self.dtype, self.group, self.context = model, dtype, group, context
         matrix = (model.vocab if group is None else len(group.vocabulary), model.hidden)
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
         self.embedding = _empty(*matrix) if self.is_first or (self.is_last and model.tied) else None
@@ -142,10 +152,13 @@ class Transformer(nn.Module):
             weight.main_grad = view.main_grad
             setattr(self.get_submodule(path), leaf, weight)
 
-    def forward(self, x: torch.Tensor, part: Sequence[str] | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, part: Sequence[str] | None = None, documents: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Tokens [B, T] (first stage) or activations [B, T, D] -> activations, normalised on the last stage.
 
         `part`: only these of the stage's `blocks`, in order; the first's input is then what the block before it returned.
+        `documents`, [B, T] of whole sequences: attention does not look from one into another.
         """
         for name in self.blocks if part is None else part:
             if name == "embedding":
@@ -156,7 +169,7 @@ class Transformer(nn.Module):
                 assert self.norm is not None
                 x = rms_norm(x, self.norm, self.model.norm_eps)
             else:
-                x = self.layers[name.removeprefix("layers.")](x, self.tables(x.shape[1] * self._cuts, x.device))
+                x = self.layers[name.removeprefix("layers.")](x, self.positions(x.shape[1] * self._cuts, x.device, documents))
         return x
 
     @property
@@ -166,7 +179,7 @@ class Transformer(nn.Module):
         return (*(("embedding",) if self.is_first else ()), *layers, *(("head",) if self.is_last else ()))
 
     def stream_shape(self, sequences: int, length: int) -> tuple[int, ...]:
-        """The shape of the activations between two stages."""
+        """The shape of the activations between two stages; `length`: positions of this rank."""
         return sequences, length // self._cuts, self.model.hidden
 
     def loss(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor, valid_BT: torch.Tensor, scale: float) -> torch.Tensor:
@@ -186,9 +199,11 @@ class Transformer(nn.Module):
         assert self.group is None, "no rank holds all columns of the logits"
         return (x_BTD @ self.output.to(x_BTD.dtype).t()).to(precise(x_BTD.dtype))
 
-    def tables(self, length: int, device: torch.device) -> Tables:
-        """The rotary tables for sequences of this length."""
-        return rotary_tables(length, head_dim(self.model), self.model.rope_base, precise(self.dtype), device)
+    def positions(self, length: int, device: torch.device, documents: torch.Tensor | None = None) -> Positions:
+        """This rank's positions, `length` of each sequence."""
+        spans = (range(length),) if self.context is None else self.context.spans(length)
+        tables = rotary_tables(spans, head_dim(self.model), self.model.rope_base, precise(self.dtype), device)
+        return Positions(tables, self.context, documents)
 
     @property
     def _cuts(self) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftrain.config import Axis
+from ftrain.parallel.clock import LINK, Activity, Clock, Group, Wait
 from ftrain.parallel.shape import AXES, SHARD_AXES, Coordinate, MeshShape
 
 # torch 2.13 renamed the flat collectives; both names mean the same.
@@ -30,11 +31,15 @@ class Pending:
 
     tensor: torch.Tensor
     work: dist.Work | None = None
+    clock: Clock | None = None
+    activity: Activity = LINK  # what waiting for it counts as
 
     def wait(self) -> torch.Tensor:
         """The result."""
-        if self.work is not None:
+        if self.work is not None and self.clock is not None:
+            before = self.clock.enter(self.activity)
             self.work.wait()
+            self.clock.enter(before)
         return self.tensor
 
     @property
@@ -54,6 +59,8 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._timeout = timeout
         self._made = {tuple(range(shape.world))}
+        self.clock = Clock()
+        self._waits: dict[tuple[Axis, ...], Group] = {}
         if shape.world > 1:
             _check_world(shape, rank)
             assert dist.group.WORLD is not None
@@ -86,36 +93,42 @@ class Mesh:
         """Sum a tensor over `axes`, in place."""
         group = self.group(axes)
         if group is not None:
+            before = self.clock.enter(self._wait(axes))
             dist.all_reduce(tensor, group=group)
+            self.clock.enter(before)
         return tensor
 
     def sum_neighbours(self, tensor: torch.Tensor, width: int) -> torch.Tensor:
         """Sum a tensor over this rank's group of `width` neighbours along tp, in place."""
         members = self.shape.neighbours(self.rank, width)
         if len(members) > 1:
+            group = self.clock.group(members, "tp")
+            before = self.clock.enter(Wait(group, group.ticket()))
             dist.all_reduce(tensor, group=self._groups[members])
+            self.clock.enter(before)
         return tensor
 
     def start_sum(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to sum a tensor over `axes`, in place."""
         group = self.group(axes)
-        return Pending(tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
+        return self._pending(tensor, axes, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
 
     def start_max(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to take the largest of each element over `axes`, in place."""
         group = self.group(axes)
         largest = dist.ReduceOp.MAX
-        return Pending(tensor, None if group is None else dist.all_reduce(tensor, op=largest, group=group, async_op=True))
+        work = None if group is None else dist.all_reduce(tensor, op=largest, group=group, async_op=True)
+        return self._pending(tensor, axes, work)
 
     def start_gather(self, out: torch.Tensor, part: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to fill `out` with everybody's `part` one after the other (both contiguous, compared flat)."""
         work = _all_gather(out.view(-1), part.view(-1), group=self.group(axes), async_op=True)
-        return Pending(out, work)
+        return self._pending(out, axes, work)
 
     def start_scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to sum `whole` over `axes`, of which `out` gets this rank's part (both contiguous, compared flat)."""
         work = _reduce_scatter(out.view(-1), whole.view(-1), group=self.group(axes), async_op=True)
-        return Pending(out, work)
+        return self._pending(out, axes, work)
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum a flat buffer of equal regions over the shard axes, in place. Only this rank's region, returned, has the sums."""
@@ -124,7 +137,8 @@ class Mesh:
     def start_reduce_scatter(self, flat: torch.Tensor) -> Pending:
         """Begin to."""
         mine, group = self.region(flat), self.group(SHARD_AXES)
-        return Pending(mine, None if group is None else _reduce_scatter(mine, flat, group=group, async_op=True))
+        work = None if group is None else _reduce_scatter(mine, flat, group=group, async_op=True)
+        return self._pending(mine, SHARD_AXES, work)
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill a flat buffer of equal regions with everybody's own region, in place."""
@@ -133,20 +147,54 @@ class Mesh:
     def start_all_gather(self, flat: torch.Tensor) -> Pending:
         """Begin to."""
         group = self.group(SHARD_AXES)
-        return Pending(flat, None if group is None else _all_gather(flat, self.region(flat), group=group, async_op=True))
+        work = None if group is None else _all_gather(flat, self.region(flat), group=group, async_op=True)
+        return self._pending(flat, SHARD_AXES, work)
 
-    def start_transfers(self, transfers: Sequence[tuple[torch.Tensor, int, bool]]) -> list[Pending]:
-        """Begin to send (True) or receive (False) tensors to or from pipeline ranks, as one batch. Only between stages."""
-        group = self.group(("pp",))
+    def start_transfers(self, transfers: Sequence[tuple[torch.Tensor, int, bool]], axis: Axis = "pp") -> list[Pending]:
+        """Begin to send (True) or receive (False) tensors to or from other ranks of an axis, by their index, as one batch."""
+        group = self.group((axis,))
         here = self.coordinate
         operations = [
-            dist.P2POp(dist.isend if sends else dist.irecv, tensor, self.shape.rank(replace(here, pp=peer)), group)
+            dist.P2POp(dist.isend if sends else dist.irecv, tensor, self.shape.rank(replace(here, **{axis: peer})), group)
             for tensor, peer, sends in transfers
         ]
         works = dist.batch_isend_irecv(operations)
         if len(works) != len(transfers):  # a backend that makes one of a batch
             works = works * len(transfers)
-        return [Pending(tensor, work) for (tensor, _, _), work in zip(transfers, works, strict=True)]
+        return [
+            Pending(tensor, work, self.clock, LINK if axis == "pp" else self._wait((axis,)))
+            for (tensor, _, _), work in zip(transfers, works, strict=True)
+        ]
+
+    def _pending(self, tensor: torch.Tensor, axes: tuple[Axis, ...], work: dist.Work | None) -> Pending:
+        return Pending(tensor) if work is None else Pending(tensor, work, self.clock, self._wait(axes))
+
+    def _wait(self, axes: tuple[Axis, ...]) -> Wait:
+        """What waiting for the collective counts as that is issued now."""
+        group = self._waits.get(axes)
+        if group is None:
+            axis = next(axis for axis in ("dp", "pp", "cp", "tp") if axis in axes and self.shape.size(axis) > 1)
+            group = self._waits[axes] = self.clock.group(self.shape.group(self.rank, axes), axis)
+        return Wait(group, group.ticket())
+
+    # -- measurements: told apart from the collectives of a step, and not among them ---------------------------------------
+
+    def start_least(self, values: torch.Tensor, members: tuple[int, ...]) -> dist.Work:
+        """Begin to take the least of each value over a group, in place. On the host, beside whatever comes next."""
+        work: dist.Work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._groups[members], async_op=True)
+        return work
+
+    def start_total(self, values: torch.Tensor, axes: tuple[Axis, ...]) -> dist.Work | None:
+        """Begin to sum values over `axes`, in place, likewise."""
+        group = self.group(axes)
+        return None if group is None else dist.all_reduce(values, group=group, async_op=True)
+
+    def start_collection(self, values: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work | None]:
+        """Begin to bring every rank's values to rank 0, likewise: what they come into, empty on the others."""
+        if self.shape.world == 1:
+            return [values], None
+        into = [torch.empty_like(values) for _ in range(self.shape.world)] if self.rank == 0 else []
+        return into, dist.gather(values, into or None, dst=0, async_op=True)
 
     def region(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's region of a flat buffer, as a view."""

@@ -33,7 +33,7 @@ _GONE = torch.empty(0)
 class Module(Protocol):
     """The part of the model that a virtual stage computes."""
 
-    def __call__(self, x: torch.Tensor, part: Sequence[str]) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None) -> torch.Tensor: ...
 
     def stream_shape(self, sequences: int, length: int) -> tuple[int, ...]:
         """The shape of the activations between two stages."""
@@ -46,6 +46,9 @@ class Job:
     tokens: Callable[[int], torch.Tensor]  # [B, T] of a micro-batch, asked for by the first stage only
     shape: Callable[[int], tuple[int, int]]  # its B and T, asked for by all stages
     finish: Callable[[int, torch.Tensor], torch.Tensor | None]  # of the last stage's output: the loss to differentiate, if any
+    documents: Callable[[int], torch.Tensor | None] = lambda microbatch: (
+        None
+    )  # which its whole sequences are made of, if it matters
     reduce: Callable[[int], None] = lambda bucket: None  # start to sum a bucket's gradients over the replicas
     ready: Callable[[int], None] = lambda bucket: None  # until a bucket's weights may be read
 
@@ -90,7 +93,7 @@ class Stage:
                 job.ready(bucket)
             if torch.is_grad_enabled() and x.is_floating_point():
                 x = x.detach().requires_grad_()
-            leaf, x = x, self.module(x, part)
+            leaf, x = x, self.module(x, part, job.documents(microbatch))
             held.append(_Segment(leaf, x))
         if ends:
             loss = job.finish(microbatch, x)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ftrain.parallel.context import ContextGroup
+
 
 class Arrays(Protocol):
     """A batch as the data layer makes it."""
@@ -24,6 +26,10 @@ class Arrays(Protocol):
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
         """[B, T]: this target counts in the loss"""
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """[B, T]: number of the token's document within its sequence; read only if attention stays within documents"""
 
 
 class Data(Protocol):
@@ -44,11 +50,20 @@ class Sequences:
     targets: torch.Tensor  # [B, T] int64
     valid: torch.Tensor  # [B, T] bool
 
+    documents: torch.Tensor | None = None  # [B, T] int64, always of whole sequences; None: attention does not mind them
+
     @staticmethod
-    def of(arrays: Arrays, device: torch.device) -> Sequences:
+    def of(arrays: Arrays, device: torch.device, *, document_mask: bool = False) -> Sequences:
         """Without a copy on CPU."""
-        tensors = (torch.from_numpy(array).to(device) for array in (arrays.tokens, arrays.targets, arrays.valid))
-        return Sequences(*tensors)
+        wanted = (arrays.tokens, arrays.targets, arrays.valid, *((arrays.documents,) if document_mask else ()))
+        return Sequences(*(torch.from_numpy(array).to(device) for array in wanted))
 
     def __getitem__(self, rows: slice) -> Sequences:
-        return Sequences(self.tokens[rows], self.targets[rows], self.valid[rows])
+        documents = None if self.documents is None else self.documents[rows]
+        return Sequences(self.tokens[rows], self.targets[rows], self.valid[rows], documents)
+
+    def part(self, group: ContextGroup | None) -> Sequences:
+        """This rank's positions of the sequences."""
+        if group is None:
+            return self
+        return Sequences(group.cut(self.tokens), group.cut(self.targets), group.cut(self.valid), self.documents)

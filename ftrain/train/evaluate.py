@@ -2,8 +2,9 @@
 
 Micro-batches are dealt to the replicas as in training, so each sequence is computed in the same company whoever computes it.
 Its loss is summed over its positions in fp64; every sequence has its own place in one vector, filled by one rank and zero on
-the others, so the all-reduce adds nothing to anything; and the total is `math.fsum`, which is exact in any order. Over DP the
-result is therefore bitwise the same; other axes change the sequence's own sum in its last bits.
+the others (with context parallelism by the ranks that share it), so the all-reduce adds nothing to anything; and the total is
+`math.fsum`, which is exact in any order. Over DP the result is therefore bitwise the same; other axes change the sequence's own
+sum in its last bits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def evaluate(
     micro_batch: int,
     device: torch.device,
     progress: Callable[[str, int], None],
+    document_mask: bool = False,
 ) -> float:
     """Mean loss per valid token, in nats, over the first held-out sequences. All ranks call it together."""
     sums = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)  # loss and valid tokens of each sequence
     mine = microbatches(num_sequences, micro_batch, mesh.shape.dp, mesh.coordinate.dp)
 
     def batch(number: int) -> Sequences:
-        return Sequences.of(data.heldout(mine[number].start, len(mine[number])), device)
+        return Sequences.of(data.heldout(mine[number].start, len(mine[number])), device, document_mask=document_mask)
 
     def use(number: int, batch: Sequences, losses: torch.Tensor) -> None:
         progress("evaluate", number)
@@ -43,7 +45,7 @@ def evaluate(
         sums[1, part.start : part.stop] = batch.valid.sum(1)
 
     passes.forward([len(part) for part in mine], batch, use)
-    for axis in ("dp", "pp"):  # only last stages have anything but zeros
+    for axis in ("cp", "dp", "pp"):  # only last stages have anything but zeros
         mesh.all_reduce(sums, (axis,))
     losses_of, valid_of = sums.tolist()
     return math.fsum(losses_of) / max(1.0, math.fsum(valid_of))

@@ -12,6 +12,7 @@ import torch
 from ftrain.config import Config
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.buckets import plan_buckets
+from ftrain.parallel.context import ContextGroup
 from ftrain.parallel.layout import ParameterSpec
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import ShardedAdamW, View
@@ -45,9 +46,15 @@ class Passes:
         self._segments: list[Segments] = [segments(self.plan, index, of_rank) for index, of_rank in enumerate(buckets)]
         self.closing = tuple(gather.bucket for gather in closing(self._segments[rank], self._num_buckets[rank]))
         group = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
+        self.context = ContextGroup.of(self.mesh, parallel)
         self.modules = {
             stage: Transformer(
-                config.model, dtype=dtype, layers=self.plan.layers[stage], group=group, recompute=parallel.recompute
+                config.model,
+                dtype=dtype,
+                layers=self.plan.layers[stage],
+                group=group,
+                context=self.context,
+                recompute=parallel.recompute,
             )
             for stage in self.plan.stages_of(rank)
         }
@@ -84,8 +91,9 @@ class Passes:
 
     def accumulate(self, microbatches: Sequence[Sequences], scale: float) -> torch.Tensor:
         """Add the gradients of scale x the summed loss to `main_grad`, and sum them over the replicas; my share of that loss,
-        which is on the last stage.
+        which is on the last stage. `microbatches` are whole sequences.
         """
+        microbatches = [batch.part(self.context) for batch in microbatches]
         loss = torch.zeros((), dtype=torch.float64, device=self.optimizer.device)
 
         def finish(number: int, y: torch.Tensor) -> torch.Tensor:
@@ -100,6 +108,7 @@ class Passes:
             tokens=lambda number: microbatches[number].tokens,
             shape=lambda number: _shape(microbatches[number].tokens),
             finish=finish,
+            documents=lambda number: microbatches[number].documents,
             reduce=lambda bucket: self.optimizer.start_reduce(bucket, beside=beside),
             ready=self.optimizer.wait,
         )
@@ -109,17 +118,24 @@ class Passes:
     def forward(
         self, sizes: Sequence[int], batch: Callable[[int], Sequences], use: Callable[[int, Sequences, torch.Tensor], None]
     ) -> None:
-        """Forward only: micro-batches of so many sequences; `use` gets the losses of each position, on the last stage."""
+        """Forward only: micro-batches of so many sequences, `batch` gives them whole; `use` gets this rank's positions and the
+        loss of each, on the last stage.
+        """
+
+        def part(number: int) -> Sequences:
+            return batch(number).part(self.context)
 
         def finish(number: int, y: torch.Tensor) -> None:
-            mine = batch(number)
+            mine = part(number)
             use(number, mine, self._last.losses(y, mine.targets * mine.valid))
 
-        length = self.config.data.seq_len
+        length = self.config.data.seq_len // self.config.parallel.cp
+        document_mask = self.config.data.document_mask
         job = Job(
-            tokens=lambda number: batch(number).tokens,
+            tokens=lambda number: part(number).tokens,
             shape=lambda number: (sizes[number], length),
             finish=finish,
+            documents=lambda number: batch(number).documents if document_mask else None,
             ready=self.optimizer.wait,
         )
         schedule = forward_schedule(self.plan, len(sizes))

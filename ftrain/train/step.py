@@ -74,8 +74,6 @@ class Engine:
     ) -> None:
         """`before_update` is called before the vote on each update: a copy of the state must be finished on return.
         `progress` is told the phase and micro-batch, for the heartbeat."""
-        if mesh.shape.cp > 1:
-            raise ValueError(f"mesh {mesh.shape}: this engine trains with tensor, pipeline and data parallelism only for now")
         self.config, self.mesh, self.device, self.dataset = config, mesh, torch.device(device), dataset
         self.before_update, self.progress = before_update, progress
         self.step = 0
@@ -138,6 +136,7 @@ class Engine:
             micro_batch=self.config.batch.micro_batch,
             device=self.device,
             progress=self.progress,
+            document_mask=self.config.data.document_mask,
         )
 
     def train_step(self, *, step: int, first_sequence: int, flags: Flags | None = None) -> StepResult:
@@ -159,17 +158,23 @@ class Engine:
         return self._finish(outcome, tokens)
 
     def _accumulate_gradients(self, first_sequence: int) -> tuple[torch.Tensor, int]:
-        """All my micro-batches; my share of the loss (tp ranks know the same one), and the valid tokens of all replicas."""
+        """All my micro-batches; my share of the loss (tp ranks know the same one), and the valid tokens of all replicas, which
+        read whole sequences: context-parallel ranks count the same ones.
+        """
         batch = self.config.batch
         mine = microbatches(batch.global_batch, batch.micro_batch, self.mesh.shape.dp, self.mesh.coordinate.dp)
         self.progress("data", 0)
         first, stop = (mine[0].start, mine[-1].stop) if mine else (0, 0)
-        sequences = Sequences.of(self.dataset.sequences(first_sequence + first, stop - first), self.device) if mine else None
+        sequences = self._read(first_sequence + first, stop - first) if mine else None
         valid = torch.zeros((), dtype=torch.int64, device=self.device) if sequences is None else sequences.valid.sum()
         tokens = int(self.mesh.all_reduce(valid, ("dp",)))
         parts = [] if sequences is None else [sequences[part.start - first : part.stop - first] for part in mine]
         loss = self.passes.accumulate(parts, 1 / max(1, tokens))
         return loss * (self.mesh.coordinate.tp == 0), tokens
+
+    def _read(self, first: int, count: int) -> Sequences:
+        arrays = self.dataset.sequences(first, count)
+        return Sequences.of(arrays, self.device, document_mask=self.config.data.document_mask)
 
     def _finish(self, outcome: Vote, tokens: int) -> StepResult:
         """Update or skip; either way the step counts, so that a resumed run needs no second counter."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ftrain.config import Certify, Config, Parallel
-from ftrain.load import ConfigProblems, Problem, require_available, resolve
+from ftrain.load import ConfigProblems, Problem, resolve
 from ftrain.parallel.shape import AXES
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
@@ -84,9 +84,7 @@ def _applied(name: str, config: Config) -> Config:
             data["parallel"][key] = value
     data["parallel"] |= {axis: size for axis, size in sizes.items() if axis != "dp"}
     data["parallel"]["ranks"] = prod(sizes.values())
-    applied = resolve(data, origin=name)
-    require_available(applied, origin=name)
-    return applied
+    return resolve(data, origin=name)
 
 
 def _section(data: dict[str, Any], section: str, name: str) -> dict[str, Any]:

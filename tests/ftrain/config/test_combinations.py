@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrain.combinations import RULES, availability, combinations, nearest, nearest_divisor
-from ftrain.load import ConfigProblems, layout_summary, parse, require_available
+from ftrain.combinations import RULES, combinations, nearest, nearest_divisor
+from ftrain.load import ConfigProblems, layout_summary, parse
 
 BASE = """
 run = {url = "x", steps = 10}
@@ -77,6 +77,9 @@ CASES = [
     ),
     pytest.param(["data.seq_len=22", "parallel.cp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 20 or 24", id="2 cp"),
     pytest.param(["data.seq_len=23", "parallel.tp=2", "parallel.ranks=2"], "data.seq_len", "nearest: 22 or 24", id="seq by tp"),
+    pytest.param(
+        ["data.document_mask=true", "data.isolate_documents=false"], "data.document_mask", "cannot see", id="a mask alone"
+    ),
     pytest.param(["batch.micro_batch=5"], "batch.micro_batch", "nearest: 4 or 6", id="micro"),
     pytest.param(["parallel.ranks=13"], "batch.global_batch", "nearest: 13", id="fewer micro-batches than replicas"),
     pytest.param(["schedule.warmup_steps=11"], "schedule.warmup_steps", "nearest: 10", id="warm-up"),
@@ -120,14 +123,6 @@ def test_all_combinations_at_once() -> None:
         "batch.micro_batch",
         "model.vocab",
     }
-
-
-def test_what_the_engine_cannot_do_yet_is_legal_but_not_available() -> None:
-    config = parse(BASE, ["parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ranks=8"])
-    assert [problem.path for problem in availability(config)] == ["parallel.cp"]
-    with pytest.raises(ConfigProblems, match="this engine trains with tensor, pipeline and data parallelism only for now"):
-        require_available(config)
-    require_available(parse(BASE, ["parallel.ranks=4", "parallel.tp=2", "parallel.pp=2"]))
 
 
 @given(value=st.integers(1, 500), unit=st.integers(1, 50))

@@ -10,7 +10,7 @@ from tiny import tiny
 
 from ftrain.config import Model
 from ftrain.model import functional, init
-from ftrain.model.attention import block_attention, rotary_tables
+from ftrain.model.attention import attention, rotary_tables
 from ftrain.model.functional import Weight
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.layout import parameters
@@ -102,7 +102,7 @@ def test_swiglu():
 
 
 def test_rotate():
-    tables = rotary_tables(5, 8, 10_000.0, torch.float64, torch.device("cpu"))
+    tables = rotary_tables((range(5),), 8, 10_000.0, torch.float64, torch.device("cpu"))
     check(
         lambda x: functional.rotate(x.unflatten(-1, (2, 8)), *tables),
         lambda x: rotate(x.unflatten(-1, (2, 8)), 10_000.0),
@@ -138,13 +138,13 @@ def test_head_loss():
 
 def test_attention_is_causal_and_grouped():
     q, k, v = (torch.randn(2, 6, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    out = block_attention(q, k, v)
+    out = attention(q, k, v)
     k[:, 4:], v[:, 4:] = 0, 0
-    torch.testing.assert_close(block_attention(q, k, v)[:, :4], out[:, :4])
+    torch.testing.assert_close(attention(q, k, v)[:, :4], out[:, :4])
     plain = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))), is_causal=True
     )
-    torch.testing.assert_close(block_attention(q, k, v), plain.transpose(1, 2))
+    torch.testing.assert_close(attention(q, k, v), plain.transpose(1, 2))
 
 
 def test_working_precision_of_each_compute_dtype():

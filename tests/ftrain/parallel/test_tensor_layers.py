@@ -170,7 +170,7 @@ class PlainBlock(nn.Module):
     def forward(self, x):
         h = self.into_attention(self.attention_norm(x))
         q, k, v = (getattr(self, name)(h).unflatten(-1, (-1, 4)) for name in ("wq", "wk", "wv"))
-        tables = Transformer(MODEL, dtype=torch.float64).tables(T, x.device)
+        tables = Transformer(MODEL, dtype=torch.float64).positions(T, x.device).tables
         q, k = (functional.rotate(y, *tables) for y in (q, k))
         out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True, enable_gqa=True)
         x = x + self.wo(out.transpose(1, 2).flatten(2))
@@ -208,7 +208,7 @@ def _dtensor(rank):
         path, _, leaf = name.rpartition(".")
         setattr(ours.get_submodule(path), leaf, weight(values[name][box.slices()]))
     x_ours = x[:, mine].clone().requires_grad_()
-    out = ours(x_ours, Transformer(MODEL, dtype=torch.float64).tables(T, x.device))
+    out = ours(x_ours, Transformer(MODEL, dtype=torch.float64).positions(T, x.device))
     out.backward(direction[:, mine])
 
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
