@@ -6,8 +6,8 @@
     plain_fsync     the same number of bytes from warm memory into one file, and fsync
     dcp, dcp_2      `torch.distributed.checkpoint.save` with fsync, one and two threads
 
-Ours goes through the production code (`copy_pairs`, `ArenaSlot.seal`, `slot_digests`, `put_stream`, `merge`, `commit`). A
-checkpoint of each kind is read back and compared. Processor time is that of the whole process, all threads.
+Ours goes through the production code (`copy_pairs`, `SlotStream`, `put_stream`, `merge`, `commit`). A checkpoint of
+each kind is read back and compared. Processor time is that of the whole process, all threads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.checkpoint_stall import CONFIG
 from benchmarks.peers import dcp_sync
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
 from ftrain.checkpoint.copy import copy_pairs, run_copy
-from ftrain.checkpoint.keeper import BLOCK_NBYTES, slot_digests
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.memory import pack_manifest
+from ftrain.checkpoint.stream import BLOCK_NBYTES, SlotStream
 from ftrain.load import parse
 from ftrain.parallel.arrays import StatePiece
 from ftrain.parallel.shape import Coordinate
@@ -73,7 +73,7 @@ class State:
 
 
 class Ours:
-    """The production path, in one process and one thread."""
+    """The production path, in one process."""
 
     def __init__(self, folder: Path, layout: PackLayout, state: State) -> None:
         fd = os.memfd_create("arena")
@@ -93,11 +93,9 @@ class Ours:
         slot.begin(epoch=self._epoch, attempt=0, step=step, rank=0, world=1)
         run_copy(self._pairs)
         slot.complete(b'{"step":%d}' % step, upload=True)
-        slot.seal()
-        digests = slot_digests(slot) if digest else dict.fromkeys(self._layout.specs, 0)
-        payload = slot.payload().data
-        blocks = (payload[at : at + BLOCK_NBYTES] for at in range(0, len(payload), BLOCK_NBYTES))
-        self._store.put_stream(self.run.pack_key(step, self._epoch, 0, 0), blocks)
+        with SlotStream(slot, digests={} if digest else dict.fromkeys(self._layout.specs, 0)) as stream:
+            self._store.put_stream(self.run.pack_key(step, self._epoch, 0, 0), stream)
+            digests = stream.digests()
         delivery = pack_manifest(slot, pack_name(self._epoch, 0, 0), digests)
         manifest = merge([delivery], step=step, epoch=self._epoch, attempt=0, progress={"step": step}, created_s=time.time())
         self.run.commit(manifest)

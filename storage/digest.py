@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,8 +88,7 @@ def digest_tiles(buffer: NDArray[np.uint8], start: int, spec: ArraySpec, offset:
     across, height = math.prod(grid[1:]), spec.tile[0]
     tiles = geometry.tiles(buffer, start, grid, bits).reshape(grid[0], across, height, -1)
     if math.prod(spans[1:]) <= MAX_COLUMNS:
-        keys = _tiled(_column_matrix(spec.shape, offset, spans), grid[1:], spec.tile[1:]).reshape(across, -1)
-        return _weighted(tiles, keys, rows)
+        return _weighted(tiles, _tile_keys(spec.shape[1:], tuple(offset[1:]), tuple(grid[1:]), spec.tile[1:]), rows)
     total = 0
     for number, cell in enumerate(np.ndindex(*grid[1:])):
         corner = (offset[0], *(o + c * t for o, c, t in zip(offset[1:], cell, spec.tile[1:], strict=True)))
@@ -101,6 +101,15 @@ def _weighted(tiles: NDArray[np.unsignedinteger], columns: Keys, rows: Keys) -> 
     """Sum of tiles[g, n, r, c] * columns[n, c] * rows[g * tile rows + r], mod 2^64."""
     sums = np.einsum("gnrc,nc->gr", tiles, columns)
     return int(np.dot(sums.reshape(-1), rows))
+
+
+@lru_cache(maxsize=4)  # master, moments and weights of one parameter have the same, and so has every row of their tiles
+def _tile_keys(shape: tuple[int, ...], offset: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, ...]) -> Keys:
+    """C of a row of tiles, [tile, element]: all dimensions here are those after the first."""
+    spans = (1, *(g * t for g, t in zip(grid, tile, strict=True)))
+    keys = _tiled(_column_matrix((1, *shape), (0, *offset), spans), grid, tile).reshape(math.prod(grid), -1)
+    keys.flags.writeable = False
+    return keys
 
 
 def _first_rows(offset: Sequence[int], span: Sequence[int], shape: Sequence[int] | None = None) -> Keys:

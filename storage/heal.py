@@ -31,6 +31,7 @@ from storage.pack import (
     PackLayout,
     Part,
     PartGeometry,
+    bands,
     chunk_crcs,
     iter_chunks,
     seal,
@@ -175,7 +176,7 @@ class _Rebuilt:
         for part in self._parts:
             yield bytes(part.position - at)
             spec = self._target.array(part.array)
-            for band in _bands(spec, part):
+            for band in bands(spec, part, BLOCK_BYTES):
                 yield self._band(spec, band).tobytes()
             at = part.position + PartGeometry.of(spec, part.shape).nbytes
         yield bytes(self._pack.nbytes - at)
@@ -219,25 +220,6 @@ class _Rebuilt:
             seal(buffer, PackLayout({spec.name: spec}, (moved,), buffer.nbytes))
             return buffer, ""
         return None, "; ".join(reasons)
-
-
-def _bands(spec: ArraySpec, part: Part) -> Iterator[Part]:
-    """A part in rows of tiles, as many as fit a block: they lie back to back."""
-    geometry = PartGeometry.of(spec, part.shape)
-    if not part.shape:
-        yield part
-        return
-    row = geometry.stride * (geometry.num_chunks // geometry.grid[0])
-    rows = max(1, BLOCK_BYTES // row)
-    for first in range(0, geometry.grid[0], rows):
-        start = first * spec.tile[0]
-        height = min(rows * spec.tile[0], part.shape[0] - start)
-        yield Part(
-            array=part.array,
-            offset=(part.offset[0] + start, *part.offset[1:]),
-            shape=(height, *part.shape[1:]),
-            position=part.position + first * row,
-        )
 
 
 def _chunks(spec: ArraySpec, band: Part) -> Iterator[Part]:

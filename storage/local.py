@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from storage.errors import StorageError
-from storage.local_errors import no_space, translated
+from storage.local_errors import translated
+from storage.local_write import write_all
 from storage.objects import (
     MAX_OBJECT_BYTES,
     TEMPORARY_PREFIX,
@@ -40,9 +41,6 @@ from storage.objects import (
 from storage.traffic import traffic
 
 __all__ = ["LocalStore"]
-
-WRITEBACK_BYTES = 32 << 20
-"""After so many bytes the disk is set to work. Without it the kernel waits for `fsync`: 1.16 instead of 0.45 s per GiB here."""
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -89,7 +87,7 @@ class LocalStore(ObjectStore):
         with self._errors(key):
             self._make_folders(path.parent)
             with self._unfinished(path.parent) as (fd, temporary):
-                size = _write_all(fd, traffic.paced(blocks), key, path)
+                size = write_all(fd, traffic.paced(blocks), key, path)
                 self._name(fd, temporary, path)
             _sync_folder(path.parent)
         return size
@@ -100,7 +98,7 @@ class LocalStore(ObjectStore):
             self._make_folders(path.parent)
             if self.capabilities.atomic_create:
                 with self._unfinished(path.parent) as (fd, temporary):
-                    _write_all(fd, (data,), key, path)
+                    write_all(fd, (data,), key, path)
                     created = self._link(fd, temporary, path)
                 if created is not None:
                     if created:
@@ -240,7 +238,7 @@ class LocalStore(ObjectStore):
         except FileExistsError:
             return False
         try:
-            _write_all(fd, (data,), key, path)
+            write_all(fd, (data,), key, path)
         except (OSError, StorageError):
             path.unlink(missing_ok=True)
             raise
@@ -248,35 +246,6 @@ class LocalStore(ObjectStore):
             os.close(fd)
         _sync_folder(path.parent)
         return True
-
-
-def _write_all(fd: int, blocks: Iterable[Bytes], key: str, path: Path) -> int:
-    """Write and sync. The size so far goes into the error, since a full disk is the one failure to expect here."""
-    size = started = 0
-    pending = 0
-    try:
-        for block in blocks:
-            view = memoryview(block).cast("B")
-            pending = len(view)
-            while pending:
-                written = os.write(fd, view[len(view) - pending :])
-                pending -= written
-                size += written
-            if size - started >= WRITEBACK_BYTES:
-                _start_writeback(fd, started, size - started)
-                started = size
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise no_space(error, path.parent, key, written=size, needed=size + pending) from error
-        raise
-    return size
-
-
-def _start_writeback(fd: int, start: int, nbytes: int) -> None:
-    """Let the disk work on these bytes while the next are written. Only a hint; pages that are not clean are not dropped."""
-    with suppress(OSError):
-        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _link_open_file(fd: int, path: Path) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "PackLayout",
     "Part",
     "PartGeometry",
+    "bands",
     "bits_dtype",
     "check",
     "iter_chunks",
@@ -181,6 +182,24 @@ def iter_chunks(part: Part, spec: ArraySpec) -> Iterator[tuple[int, Box]]:
         offset = tuple(o + c * t for o, c, t in zip(part.offset, cell, spec.tile, strict=True))
         shape = tuple(min(t, n - o) for t, n, o in zip(spec.tile, spec.shape, offset, strict=True))
         yield part.position + number * geometry.stride, Box(offset, shape)
+
+
+def bands(spec: ArraySpec, part: Part, max_nbytes: int) -> Iterator[Part]:
+    """A part in rows of tiles, as many as fit `max_nbytes`, at least one: they lie back to back, and each is a part itself."""
+    geometry = PartGeometry.of(spec, part.shape)
+    if not part.shape:
+        yield part
+        return
+    row = geometry.stride * (geometry.num_chunks // geometry.grid[0])
+    rows = max(1, max_nbytes // row)
+    for first in range(0, geometry.grid[0], rows):
+        start = first * spec.tile[0]
+        yield Part(
+            array=part.array,
+            offset=(part.offset[0] + start, *part.offset[1:]),
+            shape=(min(rows * spec.tile[0], part.shape[0] - start), *part.shape[1:]),
+            position=part.position + first * row,
+        )
 
 
 def write_part(buffer: Bytes, spec: ArraySpec, part: Part, source: NDArray[np.generic]) -> None:

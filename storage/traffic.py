@@ -23,6 +23,9 @@ __all__ = ["DEFAULT_IN_FLIGHT_BYTES", "Traffic", "configure", "traffic"]
 
 DEFAULT_IN_FLIGHT_BYTES = 64 << 20
 
+PACED_BYTES = 4 << 20
+"""Under a rate limit larger blocks are cut: a second's worth at once is a burst that training feels."""
+
 
 @dataclass(slots=True)
 class _State:
@@ -94,8 +97,11 @@ class Traffic:
 
     def _pacing(self, blocks: Iterable[Bytes]) -> Iterator[Bytes]:
         for block in blocks:
-            self.pace(memoryview(block).nbytes)
-            yield block
+            view = memoryview(block).cast("B")
+            for start in range(0, max(len(view), 1), PACED_BYTES):
+                piece = view[start : start + PACED_BYTES]
+                self.pace(len(piece))
+                yield piece
 
 
 traffic = Traffic()

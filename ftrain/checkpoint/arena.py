@@ -199,9 +199,13 @@ class ArenaSlot:
         was meant, so a seal that comes too late never vouches for the next one.
         """
         header = self.header()
-        if not header.sealed:
+        if header.state is SlotState.COMPLETE and not header.sealed:
             seal(self.payload(), self.table().layout())
-            self._words[1] = _seal_token(header.epoch, header.attempt, header.step)
+            self.mark_sealed(header)
+
+    def mark_sealed(self, header: SlotHeader) -> None:
+        """Every chunk of the snapshot that `header` describes has its crc32c."""
+        self._words[1] = _seal_token(header.epoch, header.attempt, header.step)
 
     def want_upload(self) -> None:
         """Storage is to have this complete snapshot after all."""

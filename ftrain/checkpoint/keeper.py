@@ -11,17 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import newest_snapshot, pack_manifest
 from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled
-from storage.digest import digest_part
+from ftrain.checkpoint.stream import SlotStream
 from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
-BLOCK_NBYTES = 4 * 2**20
 THREADS = 2  # seal or stream two ranks' slots at once; more would only take cores from training
 
 
@@ -114,12 +113,13 @@ class Keeper:
             header = slot.header()
             if header.state is not SlotState.COMPLETE:
                 return
-            slot.seal()
-            digests: dict[str, int] = {}
-            if self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header):
-                digests = self._serve_local(name, slot, header)
-            if header.upload is Upload.WANTED and not self._answered(name, header):
-                self._answers[name] = self._store_slot(slot, header, "storage", digests)
+            due = self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header)
+            wanted = header.upload is Upload.WANTED and not self._answered(name, header)
+            if not (due or wanted):
+                slot.seal()
+            digests = self._serve_local(name, slot, header) if due else {}
+            if wanted:
+                self._answers[name], _ = self._store_slot(slot, header, "storage", digests)
                 self._send(self._answers[name])
 
     def _serve_local(self, name: str, slot: ArenaSlot, header: SlotHeader) -> dict[str, int]:
@@ -127,8 +127,7 @@ class Keeper:
 
         Nobody keeps the slot for this: if it was filled again meanwhile, what was written is thrown away, and nothing is said.
         """
-        digests = slot_digests(slot)
-        answer = self._store_slot(slot, header, "local", digests)
+        answer, digests = self._store_slot(slot, header, "local", {})
         now = slot.header()
         same = (now.state, now.epoch, now.attempt, now.step) == (header.state, header.epoch, header.attempt, header.step)
         if same:
@@ -142,7 +141,10 @@ class Keeper:
         answer = self._answers.get(name)
         return answer is not None and (answer.epoch, answer.attempt, answer.step) == (header.epoch, header.attempt, header.step)
 
-    def _store_slot(self, slot: ArenaSlot, header: SlotHeader, tier: str, digests: dict[str, int]) -> Answer:
+    def _store_slot(
+        self, slot: ArenaSlot, header: SlotHeader, tier: str, known: dict[str, int]
+    ) -> tuple[Answer, dict[str, int]]:
+        """What came of it, and the digests (none if it could not be stored): `known` ones are not computed again."""
         begin = time.monotonic()
         key = step_folder(header.step) + pack_name(header.epoch, header.attempt, header.rank)
         identity = {
@@ -153,12 +155,13 @@ class Keeper:
             "world": header.world,
         }
         try:
-            digests = digests or slot_digests(slot)
-            self._run_store(tier).put_stream(key, _Blocks(slot, lambda: self._reached("upload", header.step)))
+            with SlotStream(slot, digests=known, each=lambda: self._reached("upload", header.step)) as stream:
+                self._run_store(tier).put_stream(key, stream)
+                digests = stream.digests()
         except Exception as error:  # whatever it is, the coordinator must hear of it: a thread's error has no other listener
-            return PackFailed(**identity, reason=f"{type(error).__name__}: {error}", tier=tier)
+            return PackFailed(**identity, reason=f"{type(error).__name__}: {error}", tier=tier), {}
         manifest = pack_manifest(slot, key.rsplit("/", 1)[1], digests)
-        return PackStored(
+        stored = PackStored(
             **identity,
             manifest=manifest,
             progress=slot.progress(),
@@ -166,6 +169,7 @@ class Keeper:
             tier=tier,
             retries=self._new_retries(),
         )
+        return stored, digests
 
     def _run_store(self, tier: str) -> ObjectStore:
         with self._opening:
@@ -180,26 +184,3 @@ class Keeper:
             total = store.num_retries if store else 0
             new, self._retries = total - self._retries, total
             return new
-
-
-class _Blocks:
-    """A slot's payload in blocks; may be read again, so that a stream that broke can be sent again."""
-
-    def __init__(self, slot: ArenaSlot, each: Callable[[], None]) -> None:
-        self._payload = slot.payload().data
-        self._each = each
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for start in range(0, len(self._payload), BLOCK_NBYTES):
-            yield self._payload[start : start + BLOCK_NBYTES]
-            self._each()
-
-
-def slot_digests(slot: ArenaSlot) -> dict[str, int]:
-    """This slot's share of each array's layout-free digest, modulo 2**64."""
-    table, payload = slot.table(), slot.payload()
-    specs = {spec.name: spec for spec in table.specs}
-    digests = dict.fromkeys(specs, 0)
-    for part in table.parts:
-        digests[part.array] = (digests[part.array] + digest_part(payload, specs[part.array], part)) % 2**64
-    return digests
