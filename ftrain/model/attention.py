@@ -63,51 +63,75 @@ def block_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries at `q_pos` to keys at `k_pos` (both ascending), none to a later one or into another document.
 
-    Returns the output [B, T, H, K] and the lse [B, T, H], both in fp32 at least. A query that sees none has 0 and -inf.
+    Returns the output [B, T, H, K] and the lse [B, T, H]. A query that sees none has 0 and -inf.
     """
-    out, lse = _nothing_seen(q_BTHK)
-    _see(out, lse, q_BTHK, k_BSGK, v_BSGK, _rectangle(q_pos, k_pos), doc)
-    return out, lse
+    causal, mask = _mask(q_pos, k_pos, doc, k_BSGK)
+    out, lse = kernels.forward(_folded(q_BTHK, k_BSGK, v_BSGK), causal=causal, mask=mask)
+    return _unfolded(out, k_BSGK), _unfolded(lse.unsqueeze(-1), k_BSGK).squeeze(-1)
+
+
+class Merged(NamedTuple):
+    """Attention of some queries to all the keys that they see, and the gradient of its output."""
+
+    dout: torch.Tensor  # [B, T, H, K]
+    out: torch.Tensor  # [B, T, H, K]
+    lse: torch.Tensor  # [B, T, H]
+
+    def rows(self, rows: slice) -> Merged:
+        """Some of the queries."""
+        return Merged(self.dout[:, rows], self.out[:, rows], self.lse[:, rows])
 
 
 def block_attention_backward(
-    dout_BTHK: torch.Tensor,
+    merged: Merged,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    merged: tuple[torch.Tensor, torch.Tensor],
     q_pos: Spans,
     k_pos: Spans,
     doc: Documents | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v of one block, in fp32 at least. `operands`: q, k, v; `merged`: out and lse over all blocks."""
-    grads = [torch.zeros_like(x, dtype=precise(x.dtype)) for x in operands]
-    part = _rectangle(q_pos, k_pos)
-    if part is not None:
-        dq, dk, dv = _backward(dout_BTHK, operands, merged, part, doc)
-        grads[0][:, part.rows], grads[1][:, part.keys], grads[2][:, part.keys] = dq, dk, dv
-    return grads[0], grads[1], grads[2]
+    """What a block adds to the gradients of its operands q, k and v, in fp32 at least.
+
+    A key/value head's gradients are summed over the queries of its group.
+    """
+    q, k, v = operands
+    groups, wide = k.shape[2], precise(q.dtype)
+    causal, mask = _mask(q_pos, k_pos, doc, k)
+    dout, out, lse = (_folded_queries(x, groups) for x in (merged.dout, merged.out, merged.lse.unsqueeze(-1)))
+    dq, dk, dv = kernels.backward(dout, _folded(q, k, v), out, lse.squeeze(-1), causal=causal, mask=mask)
+    dk, dv = (x.to(wide).sum(1).unflatten(0, (-1, groups)).transpose(1, 2) for x in (dk, dv))
+    return _unfolded(dq, k).to(wide), dk, dv
 
 
-class _Rectangle(NamedTuple):
-    """The part of a block in which queries see keys."""
+def merge(out: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor) -> None:
+    """Make `out` and `lse`, of some keys, those of these and other keys, whose own are `new` and `new_lse`. In place."""
+    both = torch.logaddexp(lse, new_lse)
+    base = both.masked_fill(both == float("-inf"), 0)  # nothing seen at all: exp(-inf - 0) = 0, where -inf - -inf is NaN
+    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(new.to(out.dtype), (new_lse - base).exp_().unsqueeze(-1))
+    lse.copy_(both)
 
-    rows: slice  # the queries that see any: those before them come too early
-    keys: slice  # the keys that are seen by any: those behind them come too late
-    causal: bool  # queries and keys are the same positions; otherwise, without a mask, every query sees every key
-    mask: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # positions, where it is neither
+
+class Block(NamedTuple):
+    """The part of the keys that a rank's queries see in what another rank has, and which of the queries do."""
+
+    rows: slice  # the queries: those before them come too early
+    keys: slice  # the keys: those behind them come too late
+    q_pos: Spans
+    k_pos: Spans
+
+    def documents(self, whole_BT: torch.Tensor | None) -> Documents | None:
+        """Those of the queries and of the keys."""
+        return None if whole_BT is None else (take(whole_BT, self.q_pos), take(whole_BT, self.k_pos))
 
 
 @lru_cache(maxsize=256)
-def _rectangle(q_pos: Spans, k_pos: Spans) -> _Rectangle | None:
-    """What there is to compute; None if no query sees any key."""
-    queries, keys = ([position for span in spans for position in span] for spans in (q_pos, k_pos))
-    if not queries or not keys or queries[-1] < keys[0]:
-        return None
-    first = next(index for index, position in enumerate(queries) if position >= keys[0])
-    stop = next((index for index, position in enumerate(keys) if position > queries[-1]), len(keys))
-    rows, seen = queries[first:], keys[:stop]
-    part = _Rectangle(slice(first, len(queries)), slice(0, stop), rows == seen)
-    simple = part.causal or seen[-1] <= rows[0]
-    return part if simple else part._replace(mask=(tuple(rows), tuple(seen)))
+def seen(q_pos: Spans, k_pos: Spans) -> Block:
+    """What queries at some positions see of keys at others; there must be something."""
+    first, last = k_pos[0].start, q_pos[-1].stop - 1
+    skipped = sum(len(range(span.start, min(span.stop, max(span.start, first)))) for span in q_pos)
+    kept = sum(len(range(span.start, min(span.stop, max(span.start, last + 1)))) for span in k_pos)
+    rows = tuple(part for span in q_pos if (part := range(max(span.start, first), span.stop)))
+    keys = tuple(part for span in k_pos if (part := range(span.start, min(span.stop, last + 1))))
+    return Block(slice(skipped, skipped + sum(map(len, rows))), slice(0, kept), rows, keys)
 
 
 class _Context(Function):
@@ -115,10 +139,13 @@ class _Context(Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ContextGroup, documents: torch.Tensor | None
     ) -> torch.Tensor:
-        out, lse = _nothing_seen(q)
-        for source, (k_block, v_block) in group.blocks(torch.stack([k, v])):
-            part, doc = _between(group, q.shape[1], source, documents)
-            _see(out, lse, q, k_block, v_block, part, doc)
+        out = torch.zeros_like(q, dtype=precise(q.dtype))
+        lse = out.new_full(out.shape[:-1], float("-inf"))
+        for source, (keys, values) in group.blocks(torch.stack([k, v])):
+            block = seen(group.spans(q.shape[1]), group.spans(q.shape[1], source))
+            operands = q[:, block.rows], keys[:, block.keys], values[:, block.keys]
+            new, new_lse = block_attention(*operands, block.q_pos, block.k_pos, block.documents(documents))
+            merge(out[:, block.rows], lse[:, block.rows], new, new_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.documents = group, documents
@@ -127,95 +154,36 @@ class _Context(Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        group, kv = ctx.group, torch.stack([k, v])
+        group, kv, merged = ctx.group, torch.stack([k, v]), Merged(dout, out, lse)
         dq, sums = torch.zeros_like(q, dtype=precise(q.dtype)), group.gradients(kv)
-        for source, (k_block, v_block) in group.blocks(kv):
-            part, doc = _between(group, q.shape[1], source, ctx.documents)
-            assert part is not None, "head and tail see a part of every block"
-            dq_part, dk, dv = _backward(dout, (q, k_block, v_block), (out, lse), part, doc)
-            dq[:, part.rows] += dq_part
-            sums.add(source, part.keys, dk, dv)
+        for source, (keys, values) in group.blocks(kv):
+            block = seen(group.spans(q.shape[1]), group.spans(q.shape[1], source))
+            operands = q[:, block.rows], keys[:, block.keys], values[:, block.keys]
+            doc = block.documents(ctx.documents)
+            dq_part, dk, dv = block_attention_backward(merged.rows(block.rows), operands, block.q_pos, block.k_pos, doc)
+            dq[:, block.rows] += dq_part
+            sums.add(source, block.keys, dk, dv)
         dk, dv = sums.home().to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def _between(
-    group: ContextGroup, length: int, source: int, documents: torch.Tensor | None
-) -> tuple[_Rectangle | None, Documents | None]:
-    """What this rank's queries see of the block that `source` made."""
-    mine, theirs = group.spans(length), group.spans(length, source)
-    return _rectangle(mine, theirs), None if documents is None else (take(documents, mine), take(documents, theirs))
-
-
-def _nothing_seen(q_BTHK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of queries before they have seen anything."""
-    out = torch.zeros_like(q_BTHK, dtype=precise(q_BTHK.dtype))
-    return out, out.new_full(out.shape[:-1], float("-inf"))
-
-
-def _see(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    part: _Rectangle | None,
-    doc: Documents | None,
-) -> None:
-    """Merge what the queries see of one more block into `out` and `lse`."""
-    if part is None:
-        return
-    new, new_lse = _forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], part, doc)
-    _merge(out[:, part.rows], lse[:, part.rows], new.to(out.dtype), new_lse.to(lse.dtype))
-
-
-def _merge(out: torch.Tensor, lse: torch.Tensor, new: torch.Tensor, new_lse: torch.Tensor) -> None:
-    """The softmax over two sets of keys from those over each of them, in place."""
-    both = torch.logaddexp(lse, new_lse)
-    base = both.masked_fill(both == float("-inf"), 0)  # nothing seen at all: exp(-inf - 0) = 0, where -inf - -inf is NaN
-    out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(new, (new_lse - base).exp_().unsqueeze(-1))
-    lse.copy_(both)
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Rectangle, doc: Documents | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, T, H, K] and lse [B, T, H] of a rectangle."""
-    mask = _mask(part, doc, k)
-    out, lse = kernels.forward(_folded(q, k, v), causal=part.causal and mask is None, mask=mask)
-    return _unfolded(out, k), _unfolded(lse.unsqueeze(-1), k).squeeze(-1)
-
-
-def _backward(
-    dout: torch.Tensor,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    merged: tuple[torch.Tensor, torch.Tensor],
-    part: _Rectangle,
-    doc: Documents | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a rectangle's queries, keys and values, in fp32 at least; a key/value head's are summed over its group."""
-    q, k, v = operands[0][:, part.rows], operands[1][:, part.keys], operands[2][:, part.keys]
-    groups, wide, mask = k.shape[2], precise(q.dtype), _mask(part, doc, k)
-    dout, out = (_folded_queries(x[:, part.rows].to(q.dtype), groups) for x in (dout, merged[0]))
-    lse = _folded_queries(merged[1][:, part.rows].unsqueeze(-1), groups).squeeze(-1)
-    dq, dk, dv = kernels.backward(dout, _folded(q, k, v), out, lse, causal=part.causal and mask is None, mask=mask)
-    dk, dv = (x.to(wide).sum(1).unflatten(0, (-1, groups)).transpose(1, 2) for x in (dk, dv))
-    return _unfolded(dq, k).to(wide), dk, dv
-
-
-def _mask(part: _Rectangle, doc: Documents | None, k: torch.Tensor) -> torch.Tensor | None:
-    """What is added to scores, 0 or -inf, [B x G, 1, T, S]; None if the kernel knows without."""
-    seen: torch.Tensor | None = None
-    if part.mask is not None:
-        rows, keys = (torch.tensor(positions, device=k.device) for positions in part.mask)
-        seen = (rows.unsqueeze(1) >= keys).unsqueeze(0)
+def _mask(q_pos: Spans, k_pos: Spans, doc: Documents | None, k: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+    """Whether the kernel's own triangle says who sees whom; otherwise what to add to scores, 0 or -inf, [B x G, 1, T, S], or
+    None if everybody sees everybody.
+    """
+    same, earlier = q_pos == k_pos, k_pos[-1].stop - 1 <= q_pos[0].start
+    if doc is None and (same or earlier):
+        return same, None
+    visible: torch.Tensor | None = None
+    if not earlier:
+        queries, keys = (torch.cat([torch.arange(x.start, x.stop, device=k.device) for x in spans]) for spans in (q_pos, k_pos))
+        visible = (queries.unsqueeze(1) >= keys).unsqueeze(0)
     if doc is not None:
-        same = _same_document(doc[0][:, part.rows], doc[1][:, part.keys])
-        seen = same.tril() if part.causal else same if seen is None else same & seen
-    if seen is None:
-        return None
-    added = torch.zeros(seen.shape, dtype=k.dtype, device=k.device).masked_fill_(~seen, float("-inf"))
-    return added.unsqueeze(1).expand(k.shape[0], k.shape[2], -1, -1).flatten(0, 1).unsqueeze(1)
+        within = _same_document(*doc)
+        visible = within if visible is None else within & visible
+    assert visible is not None
+    added = torch.zeros(visible.shape, dtype=k.dtype, device=k.device).masked_fill_(~visible, float("-inf"))
+    return False, added.unsqueeze(1).expand(k.shape[0], k.shape[2], -1, -1).flatten(0, 1).unsqueeze(1)
 
 
 def _same_document(ours_BT: torch.Tensor, theirs_BS: torch.Tensor) -> torch.Tensor:
