@@ -5,8 +5,8 @@ Zarr format took the rank grid as chunk grid and ended with millions of files; h
 writer, so they may be as small as the cuts of *any* likely layout ask for:
 
 - The dimension that tensor parallelism may cut is tiled even when this layout does not cut it, at most 512 elements wide, by a
-  width that divides every even cut into 2 to 16 pieces. Dimensions without such a cut (prime numbers, odd vocabularies) are cut
-  at multiples of `tp_tile(dim)` instead, and pad less than 0.8 %.
+  width that divides every even cut into 2 to 16 pieces (11 and 13 apart: ADR 0008). Dimensions without such a cut (prime
+  numbers, odd vocabularies) are cut at multiples of `tp_tile(dim)` instead, and pad less than 0.8 %.
 - Arrays under 4 MiB of fp32 are never cut by data parallelism; `row_tile` is None for them and their tile depends on nothing
   but their shape. For larger ones the engine's bucket plan says on which rows data parallelism may cut.
 - Everything else is one tile wide, until the chunk would exceed 4 MiB (google_crc32c holds the GIL while it works).
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["DTYPES", "MAX_CHUNK_BYTES", "SMALL_BYTES", "is_small", "tile_shape", "tp_tile"]
+__all__ = ["DTYPES", "MAX_CHUNK_BYTES", "SMALL_BYTES", "TP_SIZES", "is_small", "tile_shape", "tp_tile"]
 
 DTYPES: dict[str, int] = {
     "bfloat16": 2,
@@ -44,7 +44,9 @@ SMALL_BYTES = 4 << 20
 """Arrays with fewer bytes of fp32 than this are never cut by data parallelism."""
 
 MAX_TP = 16
-"""Tensor parallel sizes up to this one cut on tile boundaries where the dimension divides evenly."""
+TP_SIZES = tuple(n for n in range(2, MAX_TP + 1) if n not in (11, 13))
+"""Tensor parallel sizes that cut on tile boundaries where the dimension divides evenly. 11 and 13 are left out: nobody uses
+them, and a feed-forward width such as 2816 = 256 x 11 would get tiles 16 elements wide, too narrow to copy at full speed."""
 MAX_TP_TILE = 512
 MAX_PADDING = 1 / 128
 
@@ -78,11 +80,11 @@ def tile_shape(shape: Sequence[int], itemsize: int, *, tp_dim: int | None, row_t
 def tp_tile(dim: int, *, element_bytes: int = 4) -> int:
     """The width on whose multiples tensor parallelism may cut a dimension of `dim` elements of `element_bytes` each.
 
-    It divides `dim / n` for every n up to 16 that divides `dim`. If there is none but 1, it is a power of two that pads the
+    It divides `dim / n` for every n of `TP_SIZES` that divides `dim`. If there is none, it is a power of two that pads the
     dimension by less than 1/128. (A dimension such as 3 x 691 gets tiles one wide: right, but costly. Choose rounder sizes.)
     """
     limit = max(1, min(MAX_TP_TILE, MAX_CHUNK_BYTES // element_bytes))
-    cuts = [dim // n for n in range(2, MAX_TP + 1) if dim % n == 0]
+    cuts = [dim // n for n in TP_SIZES if dim % n == 0]
     if cuts:
         return _largest_divisor(math.gcd(*cuts), limit)
     width = 1

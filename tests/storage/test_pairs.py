@@ -73,7 +73,7 @@ def check_tile(array: ArraySpec, tp_dim: int | None) -> None:
     if tp_dim is not None:
         dim, tile = array.shape[tp_dim], array.tile[tp_dim]
         assert tile <= 512
-        assert all(dim // n % tile == 0 for n in range(2, 17) if dim % n == 0), "it divides every even cut"
+        assert all(dim // n % tile == 0 for n in (*range(2, 11), 12, 14, 15, 16) if dim % n == 0), "it divides the even cuts"
         padded = -(-dim // tile) * tile
         assert padded - dim <= dim / 128, "and pads less than 1/128"
 
