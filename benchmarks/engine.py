@@ -6,15 +6,16 @@
     dp2      ZeRO-1 on two replicas           DDP, optimizer whole (fused AdamW) and cut (ZeroRedundancyOptimizer); FSDP2,
                                               resharding after forward (ZeRO-3) and not (ZeRO-2): the faster of the two counts
 
-Both sides live in the same processes and step in turns, one thread a rank, fp32 activations, same initial values, micro-batches,
-and clipping; ours besides keeps bf16 weights beside fp32 masters, which the peers do not. A figure is the median over the rounds of
-peer seconds / our seconds of the same round. `python -m benchmarks.engine --json`
+Both sides live in the same processes and step in turns: one thread a rank, fp32 activations, the same initial values,
+micro-batches and clipping; ours besides keeps bf16 weights beside fp32 masters, which the peers do not. A figure is the median
+over the rounds of peer seconds / our seconds of the same round; beside it stands the ratio of processor time over all ranks and
+threads, which on a busy machine says more. `python -m benchmarks.engine --json`
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import common
@@ -68,17 +69,28 @@ def measure(case: Case, *, tiny: bool, rounds: int, seed: int) -> dict[str, Any]
         }
         for name, turn in turns.items()
     }
-    return {"figures": _figures(case, turns), "contestants": contestants}
+    return {"figures": _figures(case, ranks), "contestants": contestants}
 
 
-def _figures(case: Case, turns: Mapping[str, Turn]) -> dict[str, dict[str, Any]]:
+def _figures(case: Case, ranks: Sequence[Mapping[str, Turn]]) -> dict[str, dict[str, Any]]:
     """Each ratio against its fastest peer, by paired medians."""
-    found = {}
+    found, turns = {}, ranks[0]
     for figure, names in case.figures.items():
         fastest = min(names, key=lambda name: common.median(turns[name].seconds) or 0.0)
-        pairs = zip(turns[fastest].seconds, turns["ours"].seconds, strict=True)
-        found[figure] = {"value": common.ratio(common.median(theirs / ours for theirs, ours in pairs), 1.0), "peer": fastest}
+        found[figure] = {
+            "value": _paired(turns[fastest].seconds, turns["ours"].seconds),
+            "of_processor_time": _paired(*(_summed(rank[name].cpu_seconds for rank in ranks) for name in (fastest, "ours"))),
+            "peer": fastest,
+        }
     return found
+
+
+def _paired(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
+    return common.ratio(common.median(a / b for a, b in zip(theirs, ours, strict=True)), 1.0)
+
+
+def _summed(of_ranks: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(values) for values in zip(*of_ranks, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [chosen.only] if chosen.only else list(CASES)
     cases = {name: measure(CASES[name], tiny=chosen.tiny, rounds=rounds, seed=chosen.seed) for name in names}
     figures = {figure: held["value"] for case in cases.values() for figure, held in case["figures"].items()}
-    rows = [(figure, value) for figure, value in figures.items()]
+    rows: list[tuple[str, object]] = list(figures.items())
     rows += [
         (f"{case}: {name}", f"{entry['tokens_per_s']:,.0f} tokens/s, first loss {entry['first_loss']}")
         for case, held in cases.items()

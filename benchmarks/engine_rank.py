@@ -1,7 +1,7 @@
 """One rank of `benchmarks.engine`: our engine and its peers in the same processes, stepping in turns on the same data.
 
-Both sides start from the same initial values. The loss of each first step is handed back: a peer that learned something else would
-be no peer.
+Both sides start from the same initial values. The loss of each first step is handed back: a peer that learned something else
+would be no peer.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Turn:
     """What one contestant did on this rank."""
 
     seconds: list[float]
+    cpu_seconds: list[float]  # of this process, all threads
     first_loss: float
 
 
@@ -76,22 +77,22 @@ def contest(rank: int, config: Config, peers: tuple[str, ...], rounds: int, seed
     for name in peers:
         steps[name] = _peer(name, config, text)
     losses = {name: step(1) for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            seconds[name].append(_timed(steps[name], number + 2))
-    return {name: Turn(seconds[name], losses[name]) for name in names}
+            taken[name].append(_timed(steps[name], number + 2))
+    return {name: Turn([w for w, _ in taken[name]], [c for _, c in taken[name]], losses[name]) for name in names}
 
 
-def _timed(step: Step, number: int) -> float:
-    """From the moment when all ranks are there to that when the last one has finished."""
+def _timed(step: Step, number: int) -> tuple[float, float]:
+    """From when all ranks are there to when the last one has finished; and of the processors, this process' part."""
     _meet()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     step(number)
     _meet()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 def _meet() -> None:

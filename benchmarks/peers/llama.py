@@ -1,7 +1,7 @@
 """The peers' model: the same Llama-style decoder as ours, written as anybody would write it in plain PyTorch.
 
-`nn.Linear`, `F.rms_norm`, SDPA, autograd's own gradients. Parameters have our names with `.weight` behind, so that both sides can
-start from the same values, and a benchmark can check that both learn the same. Imports nothing but torch.
+`nn.Linear`, `F.rms_norm`, SDPA, autograd's own gradients. Parameters have our names with `.weight` behind, so that both sides
+can start from the same values, and a benchmark can check that both learn the same. Imports nothing but torch.
 """
 
 from __future__ import annotations

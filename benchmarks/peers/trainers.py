@@ -7,8 +7,8 @@
     Sharded    FSDP2: `fully_shard` on each block
 
 All in fp32 with fused AdamW, SDPA, the same micro-batches and clipping as ours, and no communication that a careful user would
-save (`no_sync` and its like between micro-batches). `step` takes all micro-batches of this replica and returns the mean loss where
-it is known, else 0.
+save (`no_sync` and its like between micro-batches). `step` takes all micro-batches of this replica and returns the mean loss
+where it is known, else 0.
 """
 
 from __future__ import annotations
