@@ -5,19 +5,27 @@ ftrain report runs/demo
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
 from ftrain.cli import render
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
+if TYPE_CHECKING:
+    from ftrain.view.record import Recorded
+    from recovery.events import AnyEvent
+
 
 @click.command()
 @click.argument("run_url", metavar="RUN")
 @click.option("--attempt", type=int, help="Explain one attempt: what was seen, what it was taken for, what was decided.")
+@click.option("--html", default="", metavar="FILE", help="Write a self-contained page: curves, timeline, tables.")
 @click.option("--local-dir", default="", help="The run's run.local_dir, if it has one.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def report(run_url: str, attempt: int | None, local_dir: str, as_json: bool) -> None:
+def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json: bool) -> None:
     """Report on RUN (its URL or folder), live or finished.
 
     Every second since the first launch is in exactly one bucket; if the books do not add up, there is no report.
@@ -25,29 +33,53 @@ def report(run_url: str, attempt: int | None, local_dir: str, as_json: bool) -> 
     \b
     Examples:
       ftrain report runs/demo
+      ftrain report runs/demo --html report.html
       ftrain report runs/demo --attempt 0
     """
     from ftrain.compose.ledgers import read_ledger
-    from ftrain.compose.packets import waiting
     from ftrain.compose.paths import absolute_url, local_dir_of
     from recovery.report import ReportError
-    from recovery.report import report as make
-    from recovery.report_text import explain, lines
+    from recovery.report_text import explain
 
     with told():
         events = read_ledger(run_url, local_dir)
         if not events:
             render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
+        folder = local_dir_of(absolute_url(run_url), local_dir)
         try:
             if attempt is not None:
                 told_lines = explain(events, attempt)
                 render.json({"attempt": attempt, "story": told_lines}) if as_json else render.data("\n".join(told_lines))
                 return
-            made = make(events)
+            _whole(run_url, events, folder, html=html, as_json=as_json)
         except ReportError as error:
             render.fail(str(error), ExitCode.DAMAGED)
-    packet = waiting(events, local_dir_of(absolute_url(run_url), local_dir))
+
+
+def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_json: bool) -> None:
+    """The report of all attempts, with what the planner had said of them."""
+    from ftrain.compose.packets import waiting
+    from ftrain.view import grade, pace
+    from ftrain.view.record import metrics_of, recorded
+    from recovery.report_text import lines
+
+    run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
+    packet, graded, paced = waiting(events, folder), grade.grade(run), pace.pace(run)
+    grade.keep(graded, folder)
+    if html:
+        _write(html, run)
     if as_json:
-        render.json({**made.to_json(), "packet": packet})
-    else:
-        render.data("\n".join([*lines(made), *(["", *packet.lines()] if packet else [])]))
+        render.json({**run.report.to_json(), "packet": packet, "grade": graded, "pace": paced})
+        return
+    told_lines = [*lines(run.report), "", *pace.lines(paced), *grade.lines(graded)]
+    render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))
+
+
+def _write(path: str, run: Recorded) -> None:
+    from ftrain.view.html import page
+
+    try:
+        Path(path).write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    render.note(f"wrote {path}")

@@ -141,11 +141,11 @@ def _waiting(a: Side, b: Side) -> list[Row]:
     bubbles = [of.predicted.bubble if of.predicted else None for of in (a, b)]
     return [
         Row(key="wait", label="waiting for other stages, of a step", unit="%", a=a.measured.wait, b=b.measured.wait,
-            how="measured: worst rank, wait / step"),
+            how="measured: bubble + imbalance buckets / step, mean over the ranks"),
         Row(key="bubble_predicted", label="waiting for other stages, predicted", unit="%", a=bubbles[0], b=bubbles[1],
             how="ftrain plan schedule: idle of the total, with the work of the config's own stages"),
         Row(key="exposed", label="communication that nothing hides, of a step", unit="%", a=a.measured.exposed,
-            b=b.measured.exposed, how="measured: worst rank, exposed / step"),
+            b=b.measured.exposed, how="measured: tp + cp + pp + dp buckets / step, mean over the ranks"),
         Row(key="blocked_s", label="waiting for checkpoints, each step", unit="s", a=blocked(a), b=blocked(b),
             how="measured: mean of blocked_s over the final history"),
     ]  # fmt: skip
@@ -164,14 +164,11 @@ def _memory(a: Side, b: Side) -> list[Row]:
 def _traffic(a: Side, b: Side) -> list[Row]:
     sent = [{volume.name: float(volume.nbytes) for volume in of.predicted.volumes} if of.predicted else {} for of in (a, b)]
     names = dict.fromkeys([*sent[0], *sent[1]])
-    rows = [
+    return [
         Row(key=f"traffic_{name.lower().replace(' ', '')}", label=f"sent by a rank in an update, {name}", unit="B",
             a=sent[0].get(name, 0.0), b=sent[1].get(name, 0.0), how="ftrain plan traffic: the busiest rank, counted as rings")
         for name in names
     ]  # fmt: skip
-    total = Row(key="traffic", label="sent by a rank in an update, measured", unit="B", a=a.measured.traffic,
-                b=b.measured.traffic, how="measured: bytes of a rank, the busiest")  # fmt: skip
-    return [*rows, total]
 
 
 def _history(a: Side, b: Side) -> list[Row]:

@@ -1,33 +1,46 @@
-"""What a run measured, boiled down to one number a question: the step, the tokens, the waiting, the memory.
+"""What a run measured, boiled down to one number a question: the step, the tokens, where its seconds went, the memory.
 
 Of steps the median counts, and the first step of each attempt not at all: it builds programs, faults pages in and, on a GPU,
-compiles kernels. Of ranks the worst counts: it is the one that all others wait for, or that runs out of memory first.
+compiles kernels. Of ranks the mean says what a share of the machine is worth, and the worst which rank the others wait for, or
+which runs out of memory first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ftrain.view.numbers import Median, median
 from ftrain.view.record import Done, Recorded
 
+COMMUNICATION = ("tp", "cp", "pp", "dp")
+"""Buckets of a step (`ftrain.train.times`) in which a rank communicates and does not compute."""
+WAITING = ("bubble", "imbalance")
+"""Buckets in which it has nothing to do: by the schedule, or because another rank is slower."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The most that a rank used, bytes. `stage` is its pipeline rank."""
+
+    rank: int
+    stage: int
+    peak: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of a run; None where nothing was recorded."""
+    """Measurements of a run; what was not recorded is None or empty."""
 
     step: Median | None
     tokens_per_update: int | None
     ranks: int
-    wait: float | None = None
-    """Share of a step that the worst rank waits for other pipeline stages."""
-    exposed: float | None = None
-    """Share of a step that the worst rank communicates without computing meanwhile."""
-    peak_memory: int | None = None
-    """Bytes of the fullest rank."""
-    traffic: float | None = None
-    """Bytes that the busiest rank sent in an update."""
+    mean: Mapping[str, float] = field(default_factory=dict)
+    """Bucket -> seconds of a step, mean over the ranks."""
+    worst: Mapping[str, float] = field(default_factory=dict)
+    """The same of the rank with the most of it."""
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -36,18 +49,48 @@ class Measured:
             return None
         return self.tokens_per_update / self.step.value
 
+    @property
+    def wait(self) -> float | None:
+        """Share of a step in which a rank has nothing to do, mean over the ranks."""
+        return self.share(WAITING)
+
+    @property
+    def bubble(self) -> float | None:
+        """The schedule's part of it."""
+        return self.share(("bubble",))
+
+    @property
+    def exposed(self) -> float | None:
+        """Share of a step in which a rank communicates and does not compute, mean over the ranks."""
+        return self.share(COMMUNICATION)
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes of the fullest rank."""
+        return max((rank.peak for rank in self.memory), default=None)
+
+    def share(self, buckets: Iterable[str]) -> float | None:
+        """Share of the measured step that goes to these buckets."""
+        total = sum(self.mean.values())
+        return sum(self.mean.get(bucket, 0.0) for bucket in buckets) / total if total else None
+
 
 def measured(run: Recorded) -> Measured:
     """The measurements of a run's newest layout: earlier layouts had other steps."""
     attempts = run.report.attempts
     layout = attempts[-1].layout if attempts else ""
     of_layout = {row.attempt for row in attempts if row.layout == layout}
-    steps = [done for done in run.steps if done.attempt in of_layout]
-    tokens = median([done.record.tokens for done in steps])
+    steps = list(warm([done for done in run.steps if done.attempt in of_layout]))
+    tokens = median([done.record.tokens for done in run.steps if done.attempt in of_layout])
+    kept = {(done.attempt, done.record.step) for done in steps}
+    times = [line for line in run.metrics if "mean" in line and (line.get("attempt"), line.get("step")) in kept]
     return Measured(
-        step=median([done.seconds for done in warm(steps)]),
+        step=median([done.seconds for done in steps]),
         tokens_per_update=round(tokens.value) if tokens else None,
         ranks=attempts[-1].ranks if attempts else 1,
+        mean=_medians([line["mean"] for line in times]),
+        worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
+        memory=tuple(_memory(times)),
     )
 
 
@@ -58,3 +101,22 @@ def warm(steps: list[Done]) -> Iterator[Done]:
         if done.attempt in seen:
             yield done
         seen.add(done.attempt)
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    found = {}
+    for bucket in dict.fromkeys(bucket for row in rows for bucket in row):
+        middle = median([row.get(bucket, 0.0) for row in rows])
+        found[bucket] = middle.value if middle else 0.0
+    return found
+
+
+def _memory(times: list[dict[str, Any]]) -> Iterator[RankMemory]:
+    """The highest peak of each rank over the steps; lines hold (rank, stage, used, reserved, peak)."""
+    peaks: dict[int, RankMemory] = {}
+    for line in times:
+        for rank, stage, used, reserved, peak in line.get("memory", ()):
+            most = max(int(used), int(reserved), int(peak))
+            if rank not in peaks or peaks[rank].peak < most:
+                peaks[rank] = RankMemory(int(rank), int(stage), most)
+    yield from (peaks[rank] for rank in sorted(peaks))

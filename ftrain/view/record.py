@@ -7,8 +7,9 @@ the machine of the run: where it is not, the rest still is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import msgspec
 
 from ftrain.config import Config
 from recovery.events import (
+    AttemptEnded,
+    AttemptStarted,
     CheckpointCommitted,
     ConfigChanged,
     Evaluated,
@@ -42,6 +45,16 @@ class Done:
         return max(0.0, record.t_end - record.t_begin - record.blocked_s - record.evaluate_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An attempt on the clock, unix seconds. `ready` is None if its ranks never were; `end` of a live one is the last event."""
+
+    attempt: int
+    start: float
+    ready: float | None
+    end: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """One run. Sequences are in the order in which things happened."""
@@ -50,6 +63,7 @@ class Recorded:
     report: Report
     config: Config | None
     """The newest resolved config, if this version of ftrain can read it."""
+    attempts: tuple[Span, ...]
     steps: tuple[Done, ...]
     """The final history: ascending, each step once."""
     undone: tuple[Done, ...]
@@ -101,6 +115,7 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
         url=url,
         report=report(events),
         config=_config(events),
+        attempts=tuple(_spans(events)),
         steps=steps,
         undone=undone,
         evaluations=_evaluations(events, last=steps[-1].record.step if steps else 0),
@@ -122,6 +137,16 @@ def _histories(events: Iterable[Event]) -> tuple[tuple[Done, ...], tuple[Done, .
             if known is None or known.attempt != event.attempt:
                 kept[record.step] = Done(event.attempt, record)
     return tuple(kept[step] for step in sorted(kept)), tuple(undone)
+
+
+def _spans(events: Sequence[Event]) -> Iterator[Span]:
+    """When each attempt began, was ready and ended: at its end, at the next one's start, or where the ledger stops."""
+    starts = [event for event in events if isinstance(event, AttemptStarted)]
+    ready = {event.attempt: event.t for event in events if isinstance(event, Ready)}
+    ended = {event.attempt: event.t for event in events if isinstance(event, AttemptEnded)}
+    for here, following in zip_longest(starts, starts[1:]):
+        last = following.t if following else events[-1].t
+        yield Span(here.attempt, here.t, ready.get(here.attempt), min(ended.get(here.attempt, last), last))
 
 
 def _config(events: Iterable[Event]) -> Config | None:

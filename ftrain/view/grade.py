@@ -1,0 +1,152 @@
+"""A run's predictions, graded: what the planner said of its config beside what the run measured, stage by stage.
+
+The error is kept with the run (`grade.json` in its local folder), so that a plan is as trustworthy as its last grades. Its sign
+says which assumption was wrong: a step predicted too short the kernel share, a memory too small what was left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ftrain.plan.time import utilisation
+from ftrain.view.measured import Measured, measured
+from ftrain.view.numbers import show
+from ftrain.view.predict import Predicted, predict
+from ftrain.view.record import Recorded
+
+FILE = "grade.json"
+
+
+class GradeRow(Struct, frozen=True, kw_only=True):
+    """One prediction. `stage` is a pipeline rank, or None for the whole run; `error` is measured over predicted, minus 1."""
+
+    key: str
+    label: str
+    unit: str
+    stage: int | None
+    predicted: float | None
+    measured: float | None
+    how: str
+    error: float | None = None
+
+
+class Grade(Struct, frozen=True, kw_only=True):
+    """All rows; `note` says why there are none."""
+
+    hardware: str = ""
+    rows: tuple[GradeRow, ...] = ()
+    mfu: float | None = None
+    mfu_of: str = ""
+    """The peak and the formula of the utilisation, without which it means nothing."""
+    note: str = ""
+
+
+def grade(run: Recorded) -> Grade:
+    """Lay predictions beside measurements. Never raises: a config that cannot be planned is said so."""
+    if run.config is None:
+        return Grade(note="the ledger holds no config that this version of ftrain reads: nothing to predict")
+    try:
+        said = predict(run.config)
+    except ValueError as error:
+        return Grade(note=f"not predicted: {error}")
+    found, profile = measured(run), said.setup.profile
+    mfu, mfu_of = None, ""
+    if profile.peak_flops and found.step:
+        mfu = utilisation(said.setup, found.step.value)
+        mfu_of = f"of {profile.gpu.dense_bf16_tflops:g} TFLOP/s dense bf16 a GPU; model FLOPs with causal attention halved"
+    return Grade(hardware=profile.name, rows=tuple(_rows(said, found)), mfu=mfu, mfu_of=mfu_of)
+
+
+def _rows(said: Predicted, found: Measured) -> list[GradeRow]:
+    return [*_step(said, found), *(_stage(said, found, pp) for pp in range(said.setup.mesh.pp))]
+
+
+def _step(said: Predicted, found: Measured) -> list[GradeRow]:
+    """The whole step, and its parts as the planner and the clock name them."""
+    step = said.step
+    parts = {"compute": "compute", "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp"} if step else {}
+    rows = [
+        _row("step_s", "step", "s", None, (step.total if step else None, found.step.value if found.step else None),
+             "ftrain plan time (none without a peak) | median of the steps"),
+        _row("bubble", "bubble, of a step", "%", None, (said.bubble, found.bubble),
+             "ftrain plan schedule, idle of the total | bubble bucket / step, mean over the ranks"),
+        _row("imbalance", "waiting for slower ranks, of a step", "%", None, (None, found.share(("imbalance",))),
+             "- | imbalance bucket / step, mean over the ranks"),
+        _row("exposed", "communication that nothing hides, of a step", "%", None,
+             (None if step is None else (step.tp + step.cp + step.pp + step.dp) / step.total, found.exposed),
+             "ftrain plan time | tp + cp + pp + dp buckets / step, mean over the ranks"),
+    ]  # fmt: skip
+    for name, bucket in parts.items():
+        said_s = step.compute + step.recompute if step and name == "compute" else getattr(step, name)
+        rows.append(
+            _row(
+                f"{name}_s",
+                name,
+                "s",
+                None,
+                (said_s, found.mean.get(bucket)),
+                "ftrain plan time | its bucket, mean over the ranks",
+            )
+        )
+    rows += [
+        _row(f"sent_{volume.name.lower().replace(' ', '')}", f"bytes that a rank sends in an update, {volume.name}", "B", None,
+             (float(volume.nbytes), None), "ftrain plan traffic, the busiest rank | not counted by the engine")
+        for volume in said.volumes
+    ]  # fmt: skip
+    return rows
+
+
+def _stage(said: Predicted, found: Measured, pp: int) -> GradeRow:
+    """The fullest rank of a pipeline stage."""
+    peaks = [float(rank.peak) for rank in found.memory if rank.stage == pp]
+    how = "ftrain plan memory: state + activations + buffers | peak of a rank (CPU: its whole resident memory)"
+    return _row("memory", "memory of the fullest rank", "B", pp, (float(said.memory[pp].total), max(peaks, default=None)), how)
+
+
+def _row(key: str, label: str, unit: str, stage: int | None, both: tuple[float | None, float | None], how: str) -> GradeRow:
+    predicted, found = both
+    error = found / predicted - 1 if predicted and found is not None else None
+    return GradeRow(key=key, label=label, unit=unit, stage=stage, predicted=predicted, measured=found, how=how, error=error)
+
+
+def keep(found: Grade, folder: Path) -> None:
+    """Store the grade beside the run, if its folder is on this machine and may be written."""
+    if not found.rows or not folder.is_dir():
+        return
+    try:
+        (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    except OSError:  # a report of somebody else's run is still a report
+        return
+
+
+def lines(found: Grade) -> list[str]:
+    """The grade as text; rows with neither side are left out."""
+    if found.note:
+        return [f"predicted beside measured: {found.note}"]
+    head = ("", "predicted", "measured", "error")
+    cells: list[tuple[str, ...]] = [head]
+    for row in shown(found):
+        where = row.label if row.stage is None else f"stage {row.stage}: {row.label}"
+        error = "" if row.error is None else f"{100 * row.error:+.1f} %"
+        cells.append((where, show(row.predicted, row.unit), show(row.measured, row.unit), error))
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    told = [f"predicted beside measured (hardware profile {found.hardware})"]
+    told += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    if found.mfu is not None:
+        told.append(f"  MFU {100 * found.mfu:.1f} % {found.mfu_of}")
+    return told
+
+
+def shown(found: Grade) -> list[GradeRow]:
+    """Rows that say something."""
+    return [row for row in found.rows if row.measured is not None or row.predicted is not None]
+
+
+def as_dict(found: Grade) -> dict[str, Any]:
+    """For `--json`."""
+    plain: dict[str, Any] = msgspec.to_builtins(found)
+    return plain
