@@ -33,7 +33,9 @@ def page(run: Recorded) -> str:
     plots = _plots(run)
     sections = [
         _head(run),
-        _section("Timeline", clock.timeline(run) + _how("Attempts, finished steps, interruptions and checkpoints in storage.")),
+        _section(
+            "Timeline", _wide(clock.timeline(run)) + _how("Attempts, finished steps, interruptions and checkpoints in storage.")
+        ),
         _section("Learning", "".join(_chart(each) for each in plots)),
         _section("Where the time went", clock.buckets(run) + _how(run.report.formula)),
         _section("Where a step goes", _step(run)),
@@ -68,6 +70,11 @@ def _section(title: str, body: str) -> str:
 
 def _how(text: str) -> str:
     return f'<p class="how">{escape(text)}</p>'
+
+
+def _wide(picture: str) -> str:
+    """Something that scrolls by itself on a narrow screen."""
+    return f'<div class="wide">{picture}</div>'
 
 
 def _none(text: str) -> str:
@@ -143,7 +150,7 @@ def _tokens_at(run: Recorded, t: float, tokens: dict[int, int]) -> float:
 
 
 def _chart(each: plot.Plot) -> str:
-    return f'<h3>{escape(each.title)}</h3>{plot.svg(each)}<output data-plot="{escape(each.key)}"></output>'
+    return f'<h3>{escape(each.title)}</h3>{_wide(plot.svg(each))}<output data-plot="{escape(each.key)}"></output>'
 
 
 def _grade(found: grading.Grade) -> str:
@@ -181,7 +188,7 @@ def _pipeline(run: Recorded) -> str:
     if run.config is None or run.config.parallel.pp == 1:
         return _none("one stage: no pipeline")
     line = predicted_line(run.config)
-    return _none("too many actions to draw") if line is None else gantt.gantt(line, title="predicted", key="predicted")
+    return _none("too many actions to draw") if line is None else _wide(gantt.gantt(line, title="predicted", key="predicted"))
 
 
 def _memory(found: grading.Grade) -> str:
@@ -202,7 +209,7 @@ def _memory(found: grading.Grade) -> str:
                 parts.append(f'<text x="{156 + width:.1f}" y="{top + 11}">{format_bytes(value)}</text>')
                 top += 18
         top += 6
-    return f'<svg id="memory" role="img" aria-label="memory of the ranks" viewBox="0 0 720 {top}">{"".join(parts)}</svg>'
+    return _wide(f'<svg id="memory" role="img" aria-label="memory of the ranks" viewBox="0 0 720 {top}">{"".join(parts)}</svg>')
 
 
 def _interruptions(run: Recorded) -> str:

@@ -12,7 +12,7 @@ from html import escape
 from math import floor, isfinite, log10
 
 WIDTH, HEIGHT = 720.0, 220.0
-LEFT, RIGHT, TOP, BOTTOM = 64.0, 12.0, 12.0, 34.0
+LEFT, RIGHT, TOP, BOTTOM = 98.0, 12.0, 12.0, 38.0
 POINTS = 700
 """Points of a curve that are drawn: about one a pixel."""
 

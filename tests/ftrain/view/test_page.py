@@ -100,6 +100,12 @@ def test_a_phone_scrolls_tables_and_never_the_page(opened: Browser, width: int) 
     opened.screen(width=width)
     assert opened.value("document.documentElement.scrollWidth") <= width
     assert opened.value("document.querySelector('#interruption-table').parentElement.scrollWidth") > width  # by itself
+    sizes = opened.value(
+        "[...document.querySelectorAll('svg.plot, svg.clock, svg.gantt, #memory')].map(svg => svg.clientWidth"
+        " / svg.viewBox.baseVal.width * parseFloat(getComputedStyle(svg.querySelector('text')).fontSize))"
+    )
+    assert len(sizes) == 6
+    assert min(sizes) >= 10  # px, as seen
 
 
 def test_dark_mode_is_dark_and_legible(opened: Browser) -> None:
