@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from recovery.events import (
     StepRecord,
     StepsFinished,
     Verdict,
+    encode_line,
 )
 
 BASE = """
@@ -127,6 +129,14 @@ class Story:
         """The coordinator leaves."""
         self._add(RunEnded(t=self.t, outcome=outcome, step=self.step))
         return self
+
+    def write(self, run: Path) -> Path:
+        """Put the ledger where a run of that folder has it; returns the segment, which may be appended to."""
+        folder = run / "local" / "ledger"
+        folder.mkdir(parents=True)
+        segment = folder / "e0000-000000.jsonl"
+        segment.write_bytes(b"".join(encode_line(event) for event in self.events))
+        return segment
 
     def _add(self, event: Event) -> None:
         self.events.append(event)

@@ -1,0 +1,227 @@
+"""`ftrain watch`: a run as it goes, or as it went, on one screen. Reads the ledger and disturbs nobody.
+
+ftrain watch runs/demo
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import click
+
+from ftrain.cli import render
+from ftrain.cli.live import local_option
+from ftrain.cli.live_view import Speed, sentence
+from ftrain.cli.problems import told
+from ftrain.units import format_bytes, format_count, format_seconds
+from recovery.codes import ExitCode
+from recovery.events import AnyEvent, CheckpointCommitted, Event, RunStarted, steps_of
+from recovery.report import Report, ReportBuilder, ReportError
+from recovery.state import Phase, RunState, apply
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Source = Callable[[], Sequence[AnyEvent]]
+"""Events since the last call; all that there are at the first."""
+
+LOOK_EVERY_S, BOOKS_EVERY_S, STORE_EVERY_S = 0.5, 2.0, 10.0
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {
+    "productive": "green",
+    "evaluation": "magenta",
+    "checkpoint": "blue",
+    "discarded": "red",
+    "initialisation": "bright_black",
+    "detection": "bright_red",
+    "backoff": "yellow",
+    "restart": "dark_orange",
+    "stopping": "grey50",
+    "absent": "grey30",
+    "other": "white",
+}
+
+
+@click.command()
+@click.argument("run_url", metavar="RUN")
+@click.option("--once", is_flag=True, help="Show where it is now, and leave.")
+@local_option
+def watch(run_url: str, once: bool, local_dir: str) -> None:
+    """Watch RUN, live or finished: progress, curves, effective time, checkpoints, trouble.
+
+    Ends with the run, or with Ctrl-C, which leaves the run alone.
+
+    \b
+    Example:
+      ftrain watch runs/demo
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    with told():
+        source = _source(run_url, local_dir)
+        screen = Screen()
+        screen.add(source())
+    if not screen.has_begun:
+        render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
+    console = Console()
+    if once or screen.is_over or not console.is_terminal:
+        console.print(screen.picture())
+        return
+    with Live(screen.picture(), console=console, auto_refresh=False) as live:
+        try:
+            while not screen.is_over:
+                time.sleep(LOOK_EVERY_S)
+                screen.add(source())
+                live.update(screen.picture(), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _source(url: str, local_override: str) -> Source:
+    """The local segments as they grow; where the run is on another machine, its store now and then."""
+    from ftrain.compose.ledgers import LedgerTail, read_ledger
+    from ftrain.compose.paths import absolute_url, local_dir_of
+
+    folder = local_dir_of(absolute_url(url), local_override) / "ledger"
+    if folder.is_dir():
+        return LedgerTail(folder, from_start=True).new
+    seen, looked = 0, -STORE_EVERY_S
+
+    def from_store() -> Sequence[AnyEvent]:
+        nonlocal seen, looked
+        if time.monotonic() - looked < STORE_EVERY_S:
+            return []
+        looked = time.monotonic()
+        events = read_ledger(url, local_override)
+        new, seen = events[seen:], len(events)
+        return new
+
+    return from_store
+
+
+class Screen:
+    """What is shown, from the events so far."""
+
+    def __init__(self) -> None:
+        self._state, self._speed, self._builder = RunState(), Speed(), ReportBuilder()
+        self._losses: list[float] = []
+        self._rates: deque[float] = deque(maxlen=60)
+        self._told: deque[str] = deque(maxlen=6)
+        self._saved: CheckpointCommitted | None = None
+        self._steps: int | None = None
+        self._report: Report | None = None
+        self._booked = float("-inf")
+        self._is_new = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._state.run_id)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended and nobody has taken it up again."""
+        return self._state.phase is Phase.ENDED
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Take in what happened."""
+        for event in events:
+            self._is_new = True
+            self._state = apply(self._state, event)
+            self._builder.add(event)
+            self._speed.add(event)
+            if isinstance(event, CheckpointCommitted):
+                self._saved = event
+            if isinstance(event, RunStarted):
+                self._steps = event.config.get("run", {}).get("steps")
+            for record in steps_of(event):
+                seconds = record.t_end - record.t_begin
+                self._losses += [record.loss] if record.loss is not None else []
+                self._rates.append(record.tokens / seconds if seconds > 0 else 0.0)
+            said = sentence(event)
+            if said and not isinstance(event, CheckpointCommitted):
+                self._told.append(f"{time.strftime('%H:%M:%S', time.gmtime(event.t))}  {said}")
+
+    def picture(self) -> RenderableType:
+        """The panel."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = Table.grid(padding=(0, 2))
+        for name, value in self._rows():
+            rows.add_row(name, value)
+        told_lines = [Text(line, style="dim", overflow="fold") for line in self._told]
+        title = f"{self._state.run_id}: {self._state.outcome or self._state.phase}"
+        return Panel(Group(rows, *([Text("")] if told_lines else []), *told_lines), title=title, expand=False)
+
+    def _rows(self) -> list[tuple[str, RenderableType]]:
+        from rich.text import Text
+
+        state, report = self._state, self._books()
+        left = self._speed.step_s * (self._steps - state.step) if self._steps and not self.is_over else 0.0
+        eta = f"  ETA {format_seconds(left)}" if left > 0 else ""
+        rows: list[tuple[str, RenderableType]] = [
+            ("layout", Text(f"{state.layout}, attempt {state.attempt}")),
+            ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (_bar(state.step, self._steps), "green"), eta)),
+            ("loss", Text.assemble(f"{state.loss:.4f}  " if state.loss is not None else "-  ", (spark(self._losses), "cyan"))),
+            ("speed", Text.assemble(f"{self._speed.text()}  ", (spark(list(self._rates)), "cyan"))),
+            ("tokens", Text(format_count(state.tokens))),
+            ("checkpoint", Text(self._checkpoint())),
+        ]
+        if report is not None:
+            rows += [
+                ("time", _times(report)),
+                ("", Text(f"effective {report.effective_time:.1%} of {format_seconds(report.wall_s)}")),
+            ]
+            rows.append(("trouble", Text(f"interruptions {len(report.interruptions)}, steps done again {report.steps_lost}")))
+        return rows
+
+    def _checkpoint(self) -> str:
+        storage = f"step {self._saved.step} ({format_bytes(self._saved.nbytes)})" if self._saved else "none yet"
+        return f"storage: {storage}; memory: step {self._state.snapshot_step}"
+
+    def _books(self) -> Report | None:
+        """The report so far, made now and then: a long ledger takes a while to close."""
+        if self._is_new and (self.is_over or time.monotonic() - self._booked > BOOKS_EVERY_S):
+            self._booked, self._is_new = time.monotonic(), False
+            try:
+                self._report = self._builder.build(None)
+            except ReportError:  # in the middle of something; the last books stand until it is over
+                return self._report
+        return self._report
+
+
+def spark(values: Sequence[float], width: int = 40) -> str:
+    """A curve in one line: means of equal parts, the lowest as the smallest bar."""
+    if not values:
+        return ""
+    parts = min(width, len(values))
+    cuts = [len(values) * index // parts for index in range(parts + 1)]
+    means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(cuts)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * parts
+    return "".join(BARS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
+
+
+def _bar(step: int, steps: int | None, width: int = 40) -> str:
+    done = min(width, round(width * step / steps)) if steps else 0
+    return "━" * done + "╌" * (width - done)
+
+
+def _times(report: Report, width: int = 60) -> RenderableType:
+    """The buckets as one bar; one that has any time has at least one cell."""
+    from rich.text import Text
+
+    bar = Text()
+    for name, seconds in report.buckets.items():
+        if seconds > 0 and report.wall_s > 0:
+            bar.append("█" * max(1, round(width * seconds / report.wall_s)), style=COLOURS[name])
+    return bar

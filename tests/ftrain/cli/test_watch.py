@@ -1,0 +1,82 @@
+"""`ftrain watch`: what stands on the screen, and that it ends with the run."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from io import StringIO
+from pathlib import Path
+
+from click.testing import CliRunner
+from rich.console import Console
+
+from ftrain.cli.entry import cli
+from ftrain.cli.watch import Screen, spark
+from recovery.events import encode_line
+from tests.ledgers import Story, config
+from tests.runs import FTRAIN
+
+
+def shown(story: Story) -> str:
+    screen = Screen()
+    screen.add(story.events)
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(screen.picture())
+    return console.export_text()
+
+
+def test_the_screen_says_where_the_run_is_and_what_troubled_it() -> None:
+    story = Story(config()).start().steps(60, tokens=1024).die(class_="gpu").start(at=50).steps(10, seconds=2.0, tokens=1024)
+    text = shown(story)
+    assert "step        60/100" in text
+    assert "attempt 1" in text
+    assert "interruptions 1, steps done again 10" in text
+    assert "interruption: gpu: it died" in text
+    assert "ETA 1m 0" in text  # 40 steps, of 1 s and lately of 2 s, smoothed
+    assert f"loss        {2 + 3 / 60:.4f}" in text
+
+
+def test_a_finished_run_is_shown_once(tmp_path: Path) -> None:
+    Story(config()).start().steps(100).end().write(tmp_path / "run")
+    result = CliRunner().invoke(cli, ["watch", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert "100/100" in result.stdout
+    assert "finished" in result.stdout
+
+
+def test_where_no_run_is_that_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["watch", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "none" in result.stderr
+
+
+def test_on_a_terminal_it_follows_the_ledger_and_ends_with_the_run(tmp_path: Path) -> None:
+    story = Story(config()).start().steps(10)
+    segment = story.write(tmp_path / "run")
+    seen = len(story.events)
+    ours, theirs = pty.openpty()
+    watching = subprocess.Popen([*FTRAIN, "watch", str(tmp_path / "run")], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = b""
+    while b"10/100" not in text:
+        text += os.read(ours, 4096)
+    story.steps(90).end()
+    with segment.open("ab") as file:
+        file.write(b"".join(encode_line(event) for event in story.events[seen:]))
+    while b"100/100" not in text:
+        text += os.read(ours, 4096)
+    try:
+        while os.read(ours, 4096):
+            pass
+    except OSError:  # it has left the terminal
+        pass
+    assert watching.wait(30) == 0
+    os.close(ours)
+
+
+def test_a_curve_in_one_line_keeps_its_ends() -> None:
+    assert spark([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert spark([3, 3, 3]) == "▁▁▁"
+    assert spark([]) == ""
+    assert len(spark([float(n) for n in range(1000)], width=40)) == 40
