@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "stop": "ftrain.cli.live:stop",
     "report": "ftrain.cli.report:report",
     "compare": "ftrain.cli.compare:compare",
+    "watch": "ftrain.cli.watch:watch",
     "ckpt": "ftrain.cli.ckpt:ckpt",
     "sample": "ftrain.cli.sample:sample",
     "data": "ftrain.cli.data:data",
