@@ -90,7 +90,8 @@ class ContextGroup:
     def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Everybody's `kv` [2, B, T / cp, H, K], one block after the other with its rank: mine first, then as the ring turns.
 
-        Each may be used until the next is asked for. All ranks of the group go through all blocks.
+        Each may be used until the next is asked for, `kv` included, whose memory the ring takes. All ranks of the group go
+        through all blocks.
         """
         if self.exchange == "ring":
             yield from self._ring(kv)
@@ -109,16 +110,18 @@ class ContextGroup:
 
     def _ring(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         held = kv.contiguous()
+        other = torch.empty_like(held)
         for step, source in enumerate(self._order()):
-            arriving = self.pass_on(held) if step + 1 < self.size else ()
+            moving = self.pass_on(held, other) if step + 1 < self.size else []
             yield source, held
-            for pending in arriving:  # the block may go once it has left and the next is here
-                held = pending.wait()
+            for pending in moving:
+                pending.wait()
+            held, other = other, held  # what was shown has left, and makes room for the next but one
 
-    def pass_on(self, block: torch.Tensor) -> list[Pending]:
-        """Send a block to the next rank, receive another from the one before: the last of these, once waited for, is it."""
+    def pass_on(self, block: torch.Tensor, into: torch.Tensor) -> list[Pending]:
+        """Begin to send a block to the next rank, and to receive another from the one before."""
         after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
-        return self.mesh.start_transfers([(block, after, True), (torch.empty_like(block), before, False)], "cp")
+        return self.mesh.start_transfers([(block, after, True), (into, before, False)], "cp")
 
 
 class _Whole:
@@ -148,19 +151,18 @@ class _Travelling:
     def __init__(self, group: ContextGroup, kv: torch.Tensor) -> None:
         self.group = group
         self._sums = kv.new_zeros(kv.shape, dtype=precise(kv.dtype))
+        self._other = torch.empty_like(self._sums)
         self._moving: list[Pending] = []
 
     def add(self, source: int, rows: slice, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        sums = self._arrived()
+        sums = self.home()
         sums[0, :, rows] += dk
         sums[1, :, rows] += dv
-        self._moving = self.group.pass_on(sums)
+        self._moving = self.group.pass_on(sums, self._other)
+        self._sums, self._other = self._other, sums
 
     def home(self) -> torch.Tensor:
-        return self._arrived()
-
-    def _arrived(self) -> torch.Tensor:
         for pending in self._moving:
-            self._sums = pending.wait()
+            pending.wait()
         self._moving = []
         return self._sums
