@@ -32,7 +32,7 @@ from recovery.crew import Crew, Surroundings
 from recovery.events import ProcessKind
 from recovery.heartbeat import CONTROL_SIZE, ControlWriter
 from recovery.helper import Callbacks, Helper
-from recovery.launch import Spawn, become_subreaper, boot_id, children, python
+from recovery.launch import Spawn, become_subreaper, boot_id, children, python, start_time
 from recovery.loop import Loop
 from recovery.memory import Areas, MemoryLimitError, memfd
 from recovery.messages import (
@@ -48,6 +48,7 @@ from recovery.messages import (
     KeeperForget,
     KeeperMemfds,
     Lasting,
+    Meeting,
     Payload,
     Prepare,
     Prepared,
@@ -226,6 +227,7 @@ class Agent:
             node=self.spec.node,
             pid=os.getpid(),
             boot_id=boot_id(),
+            started=start_time(os.getpid()) or 0,
             attempt=crew.attempt if crew else -1,
             epoch=crew.start.epoch if crew else 0,
             workers=crew.info() if crew else (),
@@ -275,7 +277,8 @@ class Agent:
                 self.crew.send(rank, payload)
             case CollectEvidence():
                 self._clues.collect(command, self.crew, self.answer)
-            case Shutdown(reason=reason):
+            case Shutdown(reason=reason, over=over):
+                self._status = ExitCode.DONE if over else ExitCode.RETRY_SAME
                 self.leave(reason)
 
     def _prepare(self, memfds: dict[str, int]) -> None:
@@ -305,13 +308,23 @@ class Agent:
             to_zygote=self._to_zygote,
             to_keeper=self._to_keeper,
             kill_zygote=self._zygote.renew,
+            node_env=self.spec.node_env,
         )
         self.crew = Crew(around, start)
         if not start.rendezvous:
-            self.crew.launch(None, None)
-            return
+            self.crew.launch({}, None)
+        elif start.meet is not None:
+            self.crew.launch({"host": start.meet[0], "port": start.meet[1]}, None)
+        else:
+            self._open_meeting(self.crew)
+
+    def _open_meeting(self, crew: Crew) -> None:
+        """Bound here and handed to rank 0 as a descriptor: nobody can take the port in between."""
         with socket.create_server((self.spec.host, 0), backlog=4096) as listener:
-            self.crew.launch(listener.getsockname()[1], listener.fileno())
+            port = listener.getsockname()[1]
+            crew.launch({"host": self.spec.host, "port": port}, listener.fileno())
+        if self.spec.control:
+            self.report(Meeting(attempt=crew.attempt, host=self.spec.host, port=port))
 
     def _stop_workers(self, reason: str, grace_s: float) -> None:
         crew = self.crew

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,13 @@ class WorkerState:
     """One worker. `status` None and `ended`: nobody can know how."""
 
     rank: int
+    node: str = ""
     pid: int = 0
     ended: bool = False
     status: int | None = None
     ours: bool = False
+    t: float = 0.0
+    """Wall-clock time of its end, by its own node's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,30 +77,38 @@ class Attempt:
     """Last time a worker ended or began to fail."""
     failing: dict[int, str] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
-    beats_at: float = 0.0
+    beats_at: dict[int, float] = field(default_factory=dict)
+    """When each rank was last heard of: nodes tell at times of their own."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     warm: bool = False
     """Whether a step of it was finished."""
 
     @classmethod
-    def of(cls, number: int, ranks: Iterable[int]) -> Attempt:
-        """About to be started."""
-        return cls(number=number, workers={rank: WorkerState(rank=rank) for rank in ranks})
+    def of(cls, number: int, ranks: Iterable[int], nodes: Mapping[int, str] = {}) -> Attempt:
+        """About to be started; `nodes`: rank -> node."""
+        return cls(number=number, workers={rank: WorkerState(rank=rank, node=nodes.get(rank, "")) for rank in ranks})
 
     @classmethod
-    def adopted(cls, hello: AgentHello) -> Attempt:
-        """Started by an earlier coordinator."""
-        workers = {
-            it.rank: WorkerState(rank=it.rank, pid=it.pid, ended=it.ended, status=it.status, ours=it.ours)
-            for it in hello.workers
-        }
-        return cls(number=hello.attempt, workers=workers, warm=True)
+    def adopted(cls, *hellos: AgentHello, ranks: int = 0) -> Attempt:
+        """Started by an earlier coordinator. Ranks below `ranks` that no agent knows of are lost with their node."""
+        workers = {rank: WorkerState(rank=rank, ended=True) for rank in range(ranks)}
+        for hello in hellos:
+            for it in hello.workers:
+                worker = WorkerState(rank=it.rank, node=hello.node, pid=it.pid, ended=it.ended)
+                worker.status, worker.ours, worker.t = it.status, it.ours, it.t
+                workers[it.rank] = worker
+        return cls(number=hellos[0].attempt, workers=workers, warm=True)
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """Rank -> node, as far as known."""
+        return {rank: worker.node for rank, worker in self.workers.items() if worker.node}
 
     def exited(self, message: Exited) -> None:
         """A worker ended."""
         worker = self.workers.get(message.rank if message.rank is not None else -1)
         if worker is not None:
-            worker.ended, worker.status, worker.ours = True, message.status, message.ours
+            worker.ended, worker.status, worker.ours, worker.t = True, message.status, message.ours, message.t
             self.changed = time.monotonic()
 
     def fails(self, rank: int, error: str) -> None:
@@ -112,16 +123,18 @@ class Attempt:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal.SIGKILL)
 
-    def lost(self) -> None:
-        """Their agent is dead, and so are they."""
+    def lost(self, nodes: Collection[str] | None = None) -> None:
+        """The agents of these nodes (None: of all) are dead, and so are their workers."""
         for worker in self.workers.values():
-            if not worker.ended:
+            if not worker.ended and (nodes is None or worker.node in nodes):
                 worker.ended, worker.status, worker.ours = True, None, False
 
     def report(self, beats: Iterable[Beat]) -> None:
-        """The progress page."""
-        self.beats = {beat.rank: beat for beat in beats if beat.attempt == self.number}
-        self.beats_at = time.monotonic()
+        """The progress page of a node."""
+        for beat in beats:
+            if beat.attempt == self.number:
+                self.beats[beat.rank] = beat
+                self.beats_at[beat.rank] = time.monotonic()
 
     @property
     def all_ended(self) -> bool:
@@ -161,8 +174,15 @@ class Attempt:
             exit=known,
             log=gathered.log + unsaid,
             scheduler=gathered.scheduler + said,
-            nodes={str(rank): node for rank in self.workers},
+            order=self._in_order(gathered.order),
+            nodes={str(rank): worker.node or node for rank, worker in self.workers.items()},
         )
+
+    def _in_order(self, order: tuple[str, ...]) -> tuple[str, ...]:
+        """Deaths as one node told them; those of several nodes by their times."""
+        if len(set(self.nodes.values())) < 2:
+            return order
+        return tuple(sorted(order, key=lambda rank: self.workers[int(rank)].t if int(rank) in self.workers else 0.0))
 
     def by_progress(self) -> tuple[int, ...]:
         """Living ranks, the least advanced first."""
@@ -175,7 +195,7 @@ class Attempt:
         found = []
         for rank, worker in self.workers.items():
             beat = self.beats.get(rank)
-            age_s = now - self.began if beat is None else beat.age_s + (now - self.beats_at)
+            age_s = now - self.began if beat is None else beat.age_s + (now - self.beats_at.get(rank, now))
             warm = self.warm or learned is None
             allowed_s = deadlines.allowed_s(beat, warm=warm, hang_s=hang_s, start_s=start_s)
             if not worker.ended and age_s > allowed_s:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -63,6 +64,7 @@ class Surroundings:
     to_keeper: Callable[[int, int, bytes], None]
     """(rank, attempt, payload)"""
     kill_zygote: Callable[[], None]
+    node_env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,27 +130,26 @@ class Crew:
         """The progress page."""
         return tuple(self.reader.beats())
 
-    def launch(self, port: int | None, listener_fd: int | None) -> None:
-        """Ask the zygote for every worker; rank 0 gets the rendezvous listener."""
+    def launch(self, meeting: dict[str, Any], listener_fd: int | None) -> None:
+        """Ask the zygote for every worker: `meeting` (host and port) is added to their arguments, rank 0 gets the listener."""
         for worker in self.workers.values():
-            self._request(worker, port, listener_fd if worker.spec.rank == 0 else None)
+            self._request(worker, meeting, listener_fd if worker.spec.rank == 0 else None)
 
-    def _request(self, worker: Worker, port: int | None, listener_fd: int | None) -> None:
+    def _request(self, worker: Worker, meeting: dict[str, Any], listener_fd: int | None) -> None:
         around, spec = self._around, worker.spec
         ours, theirs = socket_pair()
         out = os.open(self._path(paths.rank_log, worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fds = {"log": out, "channel": theirs.fileno(), "heartbeat": self._page, "control": around.control_fd}
         fds |= {"listener": listener_fd} if listener_fd is not None else {}
         fds |= {name: around.area_fd(name) for name in spec.memfds}
-        args = spec.args if port is None else {**spec.args, "port": port}
         request = Fork(
             attempt=self.attempt,
             epoch=self.start.epoch,
             rank=spec.rank,
             index=worker.index,
             entry=spec.entry,
-            args=args,
-            env=spec.env,
+            args={**spec.args, **meeting},
+            env={**spec.env, **around.node_env},
             fd_names=tuple(fds),
             agent_pid=os.getpid(),
             error_file=str(self._path(paths.error_file, worker)),

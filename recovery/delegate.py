@@ -22,6 +22,7 @@ from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
 from recovery.places import Place
 from recovery.policy import Change
+from recovery.state import RunState
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
 
@@ -107,6 +108,10 @@ class Delegate(ABC):
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
         """Take the epoch. `resumed`: an agent of an earlier coordinator lives and may still have workers stepping."""
 
+    def recall(self, state: RunState) -> None:
+        """What the ledger held before `begin`: the only memory that outlives a coordinator."""
+        return
+
     @abstractmethod
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """What to start next; `previous` is None for the first attempt of this coordinator that follows no other."""
@@ -121,7 +126,7 @@ class Delegate(ABC):
 
     @abstractmethod
     def on_agent_lost(self) -> Sequence[Event]:
-        """The agent died, and with it the keeper and the memory tier."""
+        """The agent of some node died, and with it the keeper there and its part of the memory tier."""
 
     @abstractmethod
     def finished(self) -> bool:
@@ -144,6 +149,10 @@ class Delegate(ABC):
     def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> Sequence[Event]:
         """The same, when a person asks for other ranks or sizes. Raises ValueError in words if that is not possible."""
         raise ValueError("this run cannot change its layout")
+
+    def num_nodes(self) -> int:
+        """How many nodes the next attempt needs."""
+        return 1
 
     def on_agent_found(self, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's agent lives; `memo` is of the last attempt it was given, its workers may be dead."""

@@ -19,6 +19,7 @@ from recovery.attempt import Attempt
 from recovery.deadlines import Deadlines
 from recovery.delegate import Delegate, Links
 from recovery.elastic import KINDS, Elastic
+from recovery.fleet import Fleet
 from recovery.journal import Journal
 from recovery.loop import Loop
 from recovery.messages import (
@@ -43,6 +44,7 @@ from recovery.messages import (
     ToWorker,
 )
 from recovery.policy import Limits
+from recovery.spec import CoordinatorSpec
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +56,34 @@ class Desk:
 
     journal: Journal = None  # type: ignore[assignment]  # set before anything can arrive
 
-    def __init__(self, loop: Loop, delegate: Delegate, node: str, stop_s: float, deadlines: Deadlines, limits: Limits) -> None:
+    def __init__(self, loop: Loop, delegate: Delegate, spec: CoordinatorSpec, limits: Limits) -> None:
         """Nothing is known yet."""
-        self.agent = AgentLink(loop, self.on_message, self.on_agent_death)
         self.attempt: Attempt | None = None
         self.elastic = Elastic(self, delegate, limits)
-        self.deadlines = deadlines
+        self.deadlines = Deadlines(floor_s=spec.hang_floor_s)
+        self.agent = self._agents(loop, spec)
         self.control = SetControl(stop=False, save=0)
         self.stop_asked: float | None = None
         self.hurry = False
         self.answers: dict[type, Any] = {}
-        self.agent_status: int | None = None
         self._loop = loop
         self._delegate = delegate
-        self._node = node
-        self._stop_s = stop_s
-        self._told: set[tuple[str, int, int]] = set()
+        self._stop_s = spec.stop_s
+        self._told: set[tuple[str, str, int, int]] = set()
         self._asked_by: dict[int, float] = {}
+
+    def _agents(self, loop: Loop, spec: CoordinatorSpec) -> AgentLink | Fleet:
+        """One machine's agent, or those of many; the places of a node are known while it is there."""
+        if spec.fleet is None:
+            self.elastic.capacity[spec.node] = spec.places
+            return AgentLink(loop, spec.for_agent(), self.on_message, self.on_agent_death)
+        fleet = Fleet(loop, spec.fleet, spec.lease_s, self.on_message, self._on_node_death)
+        fleet.joined = lambda node: self.elastic.capacity.__setitem__(node, fleet.spec.ranks_per_node)
+        return fleet
+
+    def _on_node_death(self, node: str, pid: int, status: int | None, ours: bool) -> None:
+        self.elastic.capacity.pop(node, None)
+        self.on_agent_death(node, pid, status, ours)
 
     def links(self) -> Links:
         """What the delegate may do."""
@@ -170,7 +183,7 @@ class Desk:
             "committed_step": state.committed_step,
             "interruptions": len(state.interruptions),
             "last_decision": {"action": decision.action, "reason": decision.reason} if decision else None,
-            "agent_pid": self.agent.pid,
+            **self.agent.describe(),
             "stopping": self.control.stop,
             "workers": attempt.describe() if attempt is not None else {},
             "slowest": slowest.describe() if slowest is not None else None,
@@ -180,8 +193,8 @@ class Desk:
 
     # what the agent tells
 
-    def on_message(self, message: Any) -> None:
-        """Everything but its hello."""
+    def on_message(self, message: Any, node: str) -> None:
+        """Everything but its hello; `node`: whose agent says so, empty for an answer of all together."""
         match message:
             case FromWorker(rank=rank, attempt=attempt, payload=payload):
                 self._told_by_worker(attempt, self._delegate.on_worker(rank, attempt, payload))
@@ -191,7 +204,7 @@ class Desk:
                 self.attempt.report(self._delegate.beats(beats))
                 self._watch_pace(self.attempt)
             case Exited():
-                self._exited(message)
+                self._exited(message, node)
             case Signalled():
                 self._signalled(message)
             case Started():
@@ -226,10 +239,10 @@ class Desk:
         assert self.attempt is not None
         return self.attempt
 
-    def _exited(self, message: Exited) -> None:
+    def _exited(self, message: Exited, node: str) -> None:
         if message.kind == "worker" and self._is_current(message.attempt):
             self._current().exited(message)
-        told = (message.kind, message.attempt, message.rank if message.rank is not None else message.pid)
+        told = (node, message.kind, message.attempt, message.rank if message.rank is not None else message.pid)
         if told in self._told:
             return
         self._told.add(told)
@@ -241,7 +254,7 @@ class Desk:
                 pid=message.pid,
                 status=message.status,
                 rank=message.rank,
-                node=self._node,
+                node=node,
                 ours=message.ours,
             )
         )
@@ -268,8 +281,7 @@ class Desk:
         if self._is_current(attempt):
             self._current().fails(rank, error)
 
-    def on_agent_death(self, pid: int, status: int | None, ours: bool) -> None:
+    def on_agent_death(self, node: str, pid: int, status: int | None, ours: bool) -> None:
         """The agent is gone, whoever ended it."""
-        self.agent_status = status
-        died = events.ProcessDied(t=time.time(), kind="agent", pid=pid, status=status, node=self._node, ours=ours)
+        died = events.ProcessDied(t=time.time(), kind="agent", pid=pid, status=status, node=node, ours=ours)
         self.journal.append(died)

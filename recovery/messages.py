@@ -78,6 +78,8 @@ class StartAttempt(Message, frozen=True, kw_only=True):
     epoch: int
     workers: tuple[WorkerSpec, ...]
     rendezvous: bool = False
+    meet: tuple[str, int] | None = None
+    """Where another node's agent listens for this attempt; None: this agent opens the port, and says where (Meeting)."""
     memo: bytes = b""
 
 
@@ -117,9 +119,10 @@ class CollectEvidence(Message, frozen=True, kw_only=True):
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """Stop everything on this node and leave."""
+    """Stop everything on this node and leave. `over`: the run is; otherwise a fresh agent may come and ask to be admitted."""
 
     reason: str
+    over: bool = True
 
 
 # agent -> coordinator
@@ -142,6 +145,8 @@ class AgentHello(Message, frozen=True, kw_only=True):
     node: str
     pid: int
     boot_id: str
+    started: int = 0
+    """Of the process, in ticks since boot: a pid may be used again."""
     attempt: int = -1
     epoch: int = 0
     workers: tuple[WorkerInfo, ...] = ()
@@ -205,6 +210,14 @@ class Signalled(Message, frozen=True, kw_only=True):
     attempt: int = -1
 
 
+class Meeting(Message, frozen=True, kw_only=True):
+    """The port on which the ranks of an attempt meet is open, at this address of the node of rank 0."""
+
+    attempt: int
+    host: str
+    port: int
+
+
 class Failing(Message, frozen=True, kw_only=True):
     """A worker ran into an exception and is about to exit."""
 
@@ -250,7 +263,7 @@ class Refused(Message, frozen=True, kw_only=True):
     reason: str
 
 
-Lasting = Exited | Signalled | Failing | FromWorker | FromKeeper | Spawned | Started | Refused
+Lasting = Exited | Signalled | Failing | FromWorker | FromKeeper | Spawned | Started | Meeting | Refused
 """What the coordinator must not miss."""
 
 

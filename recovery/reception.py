@@ -1,4 +1,8 @@
-"""Who may talk to the coordinator: the agent and clients of the same user, told apart by their first frame."""
+"""Who may talk to the coordinator: agents and clients, told apart by their first frame.
+
+On this machine they come through a Unix socket, and must be of the same user. From other machines they come over TLS, and must
+hold the run's key (recovery.identity).
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,113 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recovery.identity import context, make_identity
 from recovery.loop import Loop, Port
 from recovery.messages import AgentHello, ClientReply, ClientRequest, ToCoordinator
-from recovery.wire import Frame, channel, listen, peer_uid
+from recovery.rendezvous import Address, publish
+from recovery.spec import FleetSpec
+from recovery.tls import tls_channel
+from recovery.wire import Channel, Frame, channel, listen, peer_uid
 
 log = logging.getLogger(__name__)
 
 MAX_GUESTS = 64
+MAX_REMOTE_GUESTS = 2048  # hundreds of nodes may knock at once, and each takes a moment to prove who it is
 GUEST_LIMIT_S = 30.0
 PAUSE_S = 1.0
 
+Enter = Callable[[socket.socket], Channel[Any] | None]
+"""Makes a channel of an accepted socket, or closes it."""
+
 
 class Reception:
-    """The coordinator's listener and those who have not yet been handed on."""
+    """The coordinator's listeners, and those who have not yet been handed on."""
 
     def __init__(
-        self,
-        loop: Loop,
-        path: Path,
-        on_agent: Callable[[Port, AgentHello], None],
-        on_client: Callable[[ClientRequest], ClientReply],
+        self, loop: Loop, on_agent: Callable[[Port, AgentHello], None], on_client: Callable[[ClientRequest], ClientReply]
     ) -> None:
-        """Listen at once."""
+        """Nobody can come in yet."""
         self._loop = loop
-        self._path = path
         self._on_agent = on_agent
         self._on_client = on_client
         self._guests: set[Port] = set()
-        self._listener = listen(path)
+        self._doors: list[_Door] = []
+        self._path: Path | None = None
+
+    def listen(self, path: Path) -> None:
+        """Let in processes of this machine and user, by a Unix socket at `path`."""
+        self._path = path
+        self._doors.append(_Door(self._loop, listen(path), _enter_here, self._guest, MAX_GUESTS))
+
+    def listen_to_nodes(self, spec: FleetSpec, *, node: str, epoch: int) -> None:
+        """Let in whoever holds the run's key, and say where in the folder that all nodes see. OSError if the port is taken."""
+        secured = context(make_identity(spec.control), server=True)
+        listener = socket.create_server((spec.host, spec.port), backlog=4096)
+        listener.setblocking(False)
+
+        def enter(sock: socket.socket) -> Channel[Any] | None:
+            try:
+                return tls_channel(sock, secured, ToCoordinator, server=True)
+            except OSError:  # it has hung up already
+                return None
+
+        self._doors.append(_Door(self._loop, listener, enter, self._guest, MAX_REMOTE_GUESTS))
+        publish(spec.control, Address(host=spec.host, port=listener.getsockname()[1], node=node, epoch=epoch))
+
+    def _guest(self, made: Channel[Any]) -> Port:
+        port = Port(self._loop, made, lambda frame: self._frame(port, frame), lambda: self._gone(port))
+        self._guests.add(port)
+        self._loop.after(GUEST_LIMIT_S, lambda: self._show_out(port))
+        return port
+
+    def _show_out(self, port: Port) -> None:
+        if port in self._guests:
+            self._gone(port)
+            port.close()
+
+    def _gone(self, port: Port) -> None:
+        self._guests.discard(port)
+        for door in self._doors:
+            door.guests.discard(port)
+
+    def _frame(self, port: Port, frame: Frame[Any]) -> None:
+        match frame.message:
+            case AgentHello() as hello:
+                self._gone(port)
+                self._on_agent(port, hello)
+            case ClientRequest() as request:
+                port.send(self._answer(request))
+            case other:
+                log.warning("unexpected %s from a stranger", type(other).__name__)
+                self._gone(port)
+                port.close()
+
+    def _answer(self, request: ClientRequest) -> ClientReply:
+        try:
+            return self._on_client(request)
+        except Exception as error:  # a client's question must never end the run
+            log.exception("request %s failed", request.kind)
+            return ClientReply(ok=False, error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Hang up on everybody and free the path."""
+        for port in list(self._guests):
+            port.close()
+        for door in self._doors:
+            door.close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+class _Door:
+    """One listening socket."""
+
+    def __init__(
+        self, loop: Loop, listener: socket.socket, enter: Enter, guest: Callable[[Channel[Any]], Port], limit: int
+    ) -> None:
+        self._loop, self._listener, self._enter, self._guest, self._limit = loop, listener, enter, guest, limit
+        self.guests: set[Port] = set()
         self._open()
 
     def _open(self) -> None:
@@ -54,49 +137,16 @@ class Reception:
             self._loop.remove(self._listener.fileno())
             self._loop.after(PAUSE_S, self._open)
             return
-        if len(self._guests) >= MAX_GUESTS or not _welcome(sock):
+        made = self._enter(sock) if len(self.guests) < self._limit else None
+        if made is None:
             sock.close()
             return
-        port = Port(self._loop, channel(sock, ToCoordinator), lambda frame: self._frame(port, frame), lambda: self._gone(port))
-        self._guests.add(port)
-        self._loop.after(GUEST_LIMIT_S, lambda: self._show_out(port))
-
-    def _show_out(self, port: Port) -> None:
-        if port in self._guests:
-            self._guests.discard(port)
-            port.close()
-
-    def _gone(self, port: Port) -> None:
-        self._guests.discard(port)
-
-    def _frame(self, port: Port, frame: Frame[Any]) -> None:
-        match frame.message:
-            case AgentHello() as hello:
-                self._guests.discard(port)
-                self._on_agent(port, hello)
-            case ClientRequest() as request:
-                port.send(self._answer(request))
-            case other:
-                log.warning("unexpected %s from a stranger", type(other).__name__)
-                self._guests.discard(port)
-                port.close()
-
-    def _answer(self, request: ClientRequest) -> ClientReply:
-        try:
-            return self._on_client(request)
-        except Exception as error:  # a client's question must never end the run
-            log.exception("request %s failed", request.kind)
-            return ClientReply(ok=False, error=f"{type(error).__name__}: {error}")
+        self.guests.add(self._guest(made))
 
     def close(self) -> None:
-        """Hang up on everybody and free the path."""
-        for port in list(self._guests):
-            port.close()
         self._loop.remove(self._listener.fileno())
         self._listener.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
 
 
-def _welcome(sock: socket.socket) -> bool:
-    return peer_uid(sock) in (0, os.getuid())
+def _enter_here(sock: socket.socket) -> Channel[Any] | None:
+    return channel(sock, ToCoordinator) if peer_uid(sock) in (0, os.getuid()) else None

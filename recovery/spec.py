@@ -28,6 +28,24 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Added to the environment of keeper, zygote and workers."""
     host: str = "127.0.0.1"
     """Address on which the workers of an attempt meet."""
+    node_env: dict[str, str] = {}
+    """What only this node knows (its network interface): wins over what the coordinator says of a worker's environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSpec:
+    """Agents on several machines: whom to wait for, and where they find the coordinator. Times in seconds."""
+
+    control: Path
+    """Folder that all nodes see, with the run's key and the coordinator's address."""
+    host: str
+    """Address at which the coordinator listens, and which the agents can reach."""
+    port: int = 0
+    ranks_per_node: int = 1
+    patience_s: float = 600.0
+    """Longest wait for enough nodes."""
+    rejoin_s: float = 5.0
+    """An agent whose connection was ended from its side, and that has not called again after so long, is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +81,8 @@ class CoordinatorSpec:
     """Longest time for an agent to come forward."""
     prepare_s: float = 300.0
     """Longest time to allocate the memory areas."""
+    fleet: FleetSpec | None = None
+    """None: one machine, whose agent the coordinator starts itself."""
     take_over: bool = False
     """Take the run from an owner on another host."""
 

@@ -54,6 +54,15 @@ class Phase(StrEnum):
     ENDED = "ended"  # no supervisor
 
 
+class Onset(Struct, frozen=True, kw_only=True):
+    """Since when the results of an attempt are in doubt."""
+
+    attempt: int
+    step: int  # the first one
+    reason: str
+    void: bool = False  # decided: the run goes back to before it
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """The run after the events seen so far."""
 
@@ -70,6 +79,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     ranks: int = 0
     source: str = ""
     pids: dict[int, int] = {}
+    nodes: tuple[str, ...] = ()  # of the newest attempt, in the order of their ranks
     step: int = 0  # of the history as it stands
     ready_step: int | None = None  # of the state all ranks of this attempt began with; None: they are not ready
     best_step: int = 0  # highest ever finished
@@ -82,6 +92,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     interruptions: tuple[PastInterruption, ...] = ()
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
+    onsets: tuple[Onset, ...] = ()  # the newest of each attempt
     out: tuple[Out, ...] = ()  # places that are taken away
     blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""
@@ -154,6 +165,7 @@ def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded
                 ranks=event.ranks,
                 source=event.source,
                 pids=event.pids,
+                nodes=event.nodes,
                 ready_step=None,
             )
         case Ready():
@@ -187,7 +199,7 @@ def _apply_trouble(state: RunState, event: ProcessDied | Suspected | Interruptio
             fatal = event.kind in ("worker", "agent") and not event.ours and event.status != 0
             return replace(state, phase=_unless_stopping(state, Phase.INTERRUPTED)) if fatal else state
         case Suspected():
-            return replace(state, phase=_unless_stopping(state, Phase.INTERRUPTED))
+            return replace(_doubted(state, event), phase=_unless_stopping(state, Phase.INTERRUPTED))
         case InterruptionClassified():
             past = _remembered(event, state.best_step)
             ids = (*state.verdict_ids, event.verdict_id)
@@ -235,8 +247,21 @@ def _remembered(event: InterruptionClassified, best_step: int) -> PastInterrupti
     )
 
 
+def _doubted(state: RunState, event: Suspected) -> RunState:
+    if event.onset is None:
+        return state
+    if any(onset.void and onset.attempt == event.attempt for onset in state.onsets):
+        return state  # told twice, and already acted upon
+    others = tuple(onset for onset in state.onsets if onset.attempt != event.attempt)
+    onset = Onset(attempt=event.attempt, step=event.onset, reason=event.reason)
+    return replace(state, onsets=(*others, onset))
+
+
 def _with_action(state: RunState, event: Decided) -> RunState:
     """What was done about an interruption counts against the budget, not what the verdict would have liked."""
+    if event.action == "roll_back":
+        onsets = (replace(onset, void=onset.void or onset.attempt == event.attempt) for onset in state.onsets)
+        state = replace(state, onsets=tuple(onsets))
     if event.verdict_id not in state.verdict_ids:
         return state
     at = state.verdict_ids.index(event.verdict_id)

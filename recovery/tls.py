@@ -25,6 +25,9 @@ USER_TIMEOUT_MS = 30_000  # unacknowledged bytes for so long: the connection is 
 class TlsChannel(Channel[T]):
     """A channel whose socket is an SSLSocket. Not thread-safe, as every channel."""
 
+    by_peer: bool = False
+    """Whether the other end's machine ended it: the process is dead, or has hung up. False after a mere silence."""
+
     def _send_some(self, item: Outgoing) -> int:
         if item.fds:
             raise WireError("descriptors cannot travel between machines")
@@ -32,6 +35,9 @@ class TlsChannel(Channel[T]):
             return self.sock.send(item.data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError(errno.EAGAIN, "not now") from error
+        except (BrokenPipeError, ConnectionResetError):
+            self.by_peer = True
+            raise
 
     def _fill(self) -> bool:
         """Read once; True if there may be more: bytes that TLS has already taken from the socket wake no selector."""
@@ -39,10 +45,12 @@ class TlsChannel(Channel[T]):
             data = self.sock.recv(READ_SIZE)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError, InterruptedError):
             return False
-        except OSError:  # a failed handshake too: whoever that was, it is not of this run
+        except OSError as error:  # a failed handshake too: whoever that was, it is not of this run
+            self.by_peer = isinstance(error, ConnectionResetError | ssl.SSLEOFError | ssl.SSLZeroReturnError)
             self.close()
             return False
         if not data:
+            self.by_peer = True
             self.close()
             return False
         self._in += data

@@ -28,7 +28,7 @@ def attempt_with(*beats: Beat, ranks: int = 3) -> Attempt:
     attempt = Attempt.of(4, range(ranks))
     attempt.began = 0.0
     attempt.report(beats)
-    attempt.beats_at = 100.0
+    attempt.beats_at = dict.fromkeys(attempt.beats, 100.0)
     return attempt
 
 

@@ -1,0 +1,86 @@
+"""The coordinator's end of one agent's connection, over any number of connections in a row.
+
+An agent numbers what must not be lost and keeps it until it hears that it is on record. So what counts is how far its messages
+have been handled, not on which connection they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from recovery.loop import Loop, Port
+from recovery.messages import Ack, AgentHello, Numbered, Welcome
+from recovery.wire import Frame
+
+ACK_DELAY_S = 0.02
+
+
+class Line:
+    """One agent process. `hello` is its newest; None before the first."""
+
+    def __init__(self, loop: Loop, on_message: Callable[[Any], None], on_hang_up: Callable[[], None]) -> None:
+        """Nobody has called yet. `on_message` gets everything but the hello."""
+        self._loop = loop
+        self._on_message = on_message
+        self._on_hang_up = on_hang_up
+        self._port: Port | None = None
+        self._seen = 0
+        self._ack_due = False
+        self.hello: AgentHello | None = None
+        self.ended: object | None = None
+        """The channel of the last connection that was ended by the other side, or by the network."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the agent can be told something now."""
+        return self._port is not None
+
+    def take(self, port: Port, hello: AgentHello, epoch: int) -> None:
+        """The agent has called (again): it is welcome, and this connection is the one that counts."""
+        if self._port is not None:
+            self._port.close()
+        self._port = port
+        port.take_over(self._frame, self._hung_up)
+        self.hello = hello
+        port.send(Welcome(epoch=epoch))
+
+    def _hung_up(self) -> None:
+        self.ended = self._port.channel if self._port is not None else None
+        self._port = None
+        self._on_hang_up()
+
+    def _frame(self, frame: Frame[Any]) -> None:
+        message = frame.message
+        if not isinstance(message, Numbered):
+            self._on_message(message)
+            return
+        if message.seq <= self._seen:
+            return
+        self._on_message(message.message)
+        self._seen = message.seq
+        if not self._ack_due:
+            self._ack_due = True
+            self._loop.after(ACK_DELAY_S, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._ack_due = False
+        self.send(Ack(seq=self._seen))
+
+    def send(self, message: object) -> None:
+        """To the agent; dropped if it is not connected (whoever needs an answer has a time limit)."""
+        if self._port is not None:
+            self._port.send(message)
+
+    def last_words(self) -> None:
+        """The process is known to be dead: hear what has already arrived, then hang up."""
+        port, self._port = self._port, None
+        if port is not None:
+            port.poll()
+            port.close()
+
+    def hang_up(self) -> None:
+        """Say and hear nothing more, without being told of it."""
+        port, self._port = self._port, None
+        if port is not None:
+            port.close()
