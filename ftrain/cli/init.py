@@ -1,0 +1,42 @@
+"""`ftrain init`: a commented config for the machine at hand.
+
+ftrain init my.toml
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ftrain.cli import render
+from recovery.codes import ExitCode
+
+
+@click.command()
+@click.argument("path", metavar="[FILE]", type=click.Path(dir_okay=False), default="ftrain.toml")
+@click.option("--url", default="runs/mine", show_default=True, help="Where the run lives: a folder, or s3://bucket/key.")
+@click.option("--data", default="stdlib", show_default=True, help="Prefix of a .bin/.idx pair, or stdlib.")
+@click.option("--tokenizer", default="byte", show_default=True, help="byte, or a tokenizer.json.")
+@click.option("--stdout", "to_stdout", is_flag=True, help="Print it instead of writing FILE.")
+def init(path: str, url: str, data: str, tokenizer: str, to_stdout: bool) -> None:
+    """Write a commented config for this machine to FILE (ftrain.toml). Never overwrites.
+
+    \b
+    Example:
+      ftrain init my.toml && ftrain doctor my.toml && ftrain run my.toml
+    """
+    from ftrain.starter import facts, text
+
+    written = text(facts(), url=url, data=data, tokenizer=tokenizer)
+    if to_stdout:
+        render.data(written.rstrip("\n"))
+        return
+    try:
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(written)
+    except FileExistsError:
+        render.fail(f"{path} is there already, and is left as it is: give another name, or --stdout", ExitCode.USAGE)
+    except OSError as error:
+        render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    render.note(f"wrote {path}; next: ftrain doctor {path}, then ftrain run {path}")
