@@ -32,6 +32,8 @@ COMMANDS: Mapping[str, str] = {
     "classify": "ftrain.cli.classify:classify",
     "doctor": "ftrain.cli.doctor:doctor",
     "drill": "ftrain.cli.drill:drill",
+    "init": "ftrain.cli.init:init",
+    "completion": "ftrain.cli.completion:completion",
 }
 
 
