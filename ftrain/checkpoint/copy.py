@@ -18,17 +18,10 @@ import torch
 
 from ftrain.device import copy_stream
 from ftrain.parallel.arrays import StatePiece
+from storage.grid import DTYPES
 from storage.pack import ArraySpec, PackLayout, Part, PartGeometry
 
-TORCH_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]
 BLOCK_BYTES = 4 << 20

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import queue
-import select
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, Settled, StoreNewest, decode_request, decode_snapshot, encode
+from ftrain.checkpoint.messages import Settled, StoreNewest, decode_request, decode_snapshot, encode
+from ftrain.checkpoint.outbox import Outbox
 from ftrain.compose.args import KeeperArgs
 from ftrain.compose.stores import open_configured
 from ftrain.config import Fault, Storage
 from ftrain.faults import Faults
 from recovery.messages import KeeperForget, KeeperMemfds, Payload, ToKeeperFromWorker, ToKeeperProcess
-from recovery.wire import Channel, Frame, channel
+from recovery.wire import channel
 from storage.objects import open_store
 from storage.traffic import configure
 
@@ -35,7 +33,7 @@ def main(argv: list[str]) -> int:
     configure(in_flight_bytes=int(storage.in_flight_mib * 2**20), upload_bytes_per_s=args.upload_mib_s * 2**20)
     keeper = Keeper(
         lambda: open_configured(storage, args.url),
-        outbox.put,
+        lambda message: outbox.put(Payload(payload=encode(message))),
         local=(lambda: open_store(args.local_url)) if args.local_url else None,
         local_every=args.local_every_steps,
         reached=faults.reached,
@@ -65,34 +63,6 @@ def handle(keeper: Keeper, message: ToKeeperProcess, fds: tuple[int, ...]) -> No
             keeper.store_newest()
         else:
             keeper.resend()
-
-
-class Outbox:
-    """Lets the keeper's threads send through a channel that only the main thread may touch."""
-
-    def __init__(self, link: Channel[Any]) -> None:
-        self._link = link
-        self._queue: queue.SimpleQueue[KeeperMessage] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
-
-    def put(self, message: KeeperMessage) -> None:
-        """Queue a message; any thread."""
-        self._queue.put(message)
-        os.eventfd_write(self._wake, 1)
-
-    def wait(self) -> list[Frame[ToKeeperProcess]]:
-        """Send what is queued, wait until the agent says something or a thread has a message; return what the agent said."""
-        wants = select.POLLIN | (select.POLLOUT if self._link.wants_write else 0)
-        self._poll.register(self._link.fileno(), wants)
-        ready = {fd for fd, _ in self._poll.poll()}
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        while not self._queue.empty():
-            self._link.send(Payload(payload=encode(self._queue.get())))
-        self._link.flush()
-        return self._link.read()
 
 
 if __name__ == "__main__":

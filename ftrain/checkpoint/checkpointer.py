@@ -1,0 +1,317 @@
+"""`ftrain.Checkpointer`: the face of all this for somebody else's training loop.
+
+    checkpointer = ftrain.Checkpointer("runs/mine")
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    for step in range(checkpointer.load(state) + 1, steps + 1):
+        ...
+        if step % 100 == 0:
+            checkpointer.save(step, state)
+    checkpointer.close()
+
+`save` costs the copy of this rank's share into memory that is used again and again; a process of its own does the rest. `load`
+finds the newest checkpoint that is whole, whoever wrote it under whatever layout, and proves that what is live now is what was
+saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ftrain.checkpoint.bind import binder_of
+from ftrain.checkpoint.pieces import Plan, holdings_of, plan, signature
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.record import StateError, merged
+from ftrain.checkpoint.script_link import KeeperLink
+from ftrain.checkpoint.script_messages import RECORD, CommitDone, KeeperStart
+from ftrain.checkpoint.script_slots import ScriptSlots
+from ftrain.checkpoint.state import Flat, flatten
+from ftrain.supervised import StateStored, reporter
+from storage.catalog import CheckpointState
+from storage.checkpoint import Checkpoint
+from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
+from storage.objects import ObjectStore, open_store
+from storage.run import RunStore
+
+log = logging.getLogger("ftrain.checkpoint")
+
+RUN = "FTRAIN_RUN"
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be stored; training could go on."""
+
+
+class Checkpointer:
+    """Checkpoints of one run. Made by all ranks together, after the process group; one thread."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        when_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["log", "raise"] = "log",
+        keep_last: int = 0,
+        keep_every: int = 0,
+        upload_mib_s: float = 0.0,
+    ) -> None:
+        """`url`: a folder or an object store's URL (default: the run of `ftrain supervise`).
+
+        `when_busy`: what a save does while two earlier ones are still on their way. `on_error`: whether a save that failed
+        raises at the next call. `keep_last`, `keep_every` (steps): what is kept; with neither, everything is.
+        `upload_mib_s`: limit of a rank's upload.
+        """
+        given = url if url is not None else os.environ.get(RUN, "")
+        if not given:
+            raise ValueError(f"where to? Checkpointer(url), or the variable {RUN}, which `ftrain supervise` sets")
+        self.url = given if "://" in given else str(Path(given).expanduser().absolute())
+        self._when_busy, self._on_error = when_busy, on_error
+        self._ranks = Ranks()
+        self._store: ObjectStore = open_store(self.url)
+        self._start = KeeperStart(
+            url=self.url,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
+            epoch=-1,
+            upload_mib_s=upload_mib_s,
+            keep_last=keep_last,
+            keep_every=keep_every,
+        )
+        self._keeper: KeeperLink | None = None
+        self._slots: ScriptSlots | None = None
+        self._plan: Plan | None = None
+        self.committed: int | None = None
+        """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
+        self.passed_over: tuple[tuple[int, str], ...] = ()
+        """Newer checkpoints that the last load could not use, and why."""
+
+    # -- load ------------------------------------------------------------------------------------------------------------
+
+    def load(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> int:
+        """Fill `state` in place from the newest checkpoint (or that of `step`); returns its step, 0 if there is none.
+
+        Every rank calls it, with a state of the same structure in whatever layout it has now. Damaged checkpoints are passed
+        over. Raises StateError if the state does not fit (then nothing was changed; `strict=False` loads what does),
+        NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
+        goes on from here.
+        """
+        without: dict[int, str] = {}
+        loaded = 0
+        while (checkpoint := self._choose(step, without)) is not None:
+            problem = self._load(checkpoint, state, strict)
+            if problem is None:
+                loaded = checkpoint.step
+                self.passed_over = tuple(sorted(without.items(), reverse=True))
+                break
+            if step is not None:
+                raise Damaged(f"the checkpoint of step {step} cannot be loaded: {problem}")
+            log.warning("the checkpoint of step %d is passed over: %s", checkpoint.step, problem)
+            without[checkpoint.step] = problem
+        self._take_epoch(loaded if checkpoint is not None else None)
+        self.committed = loaded if checkpoint is not None else None
+        found = reporter()
+        if found is not None:
+            found.loaded(loaded)
+        return loaded
+
+    def _choose(self, step: int | None, without: dict[int, str]) -> Checkpoint | None:
+        """The checkpoint all ranks try next, by rank 0's choice; None if there has never been one."""
+        run, mine, refusal = RunStore(self._store), None, ""
+        if self._ranks.rank == 0:
+            try:
+                mine = run.open(step, without=without)
+            except (NoCheckpoint, Damaged, FormatError, ObjectMissing) as error:
+                known = (CheckpointState.VALID, CheckpointState.DAMAGED)
+                nothing = step is None and not any(info.state in known for info in run.checkpoints())
+                refusal = "" if nothing else str(error)
+        said = self._ranks.first_says(msgspec.msgpack.encode((mine.step if mine else -1, refusal)))
+        chosen, refusal = msgspec.msgpack.decode(said, type=tuple[int, str])
+        if refusal:
+            raise NoCheckpoint(refusal)
+        if chosen < 0:
+            return None
+        return mine or run.open(chosen)
+
+    def _load(self, checkpoint: Checkpoint, state: Mapping[str, Any], strict: bool) -> str | None:
+        """Load it; what is wrong with it, or None. Raises StateError on all ranks if the state does not fit."""
+        record = checkpoint.progress.get(RECORD)
+        if record is None:
+            raise StateError(
+                f"{self.url} holds checkpoints of `ftrain run`, not of a Checkpointer: give it a folder of its own"
+            )
+        binder = binder_of(checkpoint, state, self._ranks, strict=strict)
+        apply, problem = None, None
+        try:
+            apply = binder.bind(dict_of(state), record, "")
+        except (StateError, CoverageError) as error:
+            binder.problems.append(str(error))
+        binder.check(self._ranks)
+        try:
+            binder.load()
+        except (Damaged, FormatError, CoverageError, ObjectMissing) as error:
+            problem = str(error)
+        problem = self._ranks.agreed(problem)
+        if problem is not None:
+            return problem
+        wrong = [name for name, value in binder.digests(self._ranks).items() if checkpoint.manifest.digests.get(name) != value]
+        if wrong:
+            return f"what was loaded is not what was saved: the digests differ for {', '.join(sorted(wrong)[:5])}"
+        if apply is not None:
+            apply()
+        return None
+
+    def _take_epoch(self, starts_from: int | None) -> None:
+        """From here on this run's history is what these ranks write."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+        said, problem = b"", None
+        if self._ranks.rank == 0:
+            try:
+                epoch = RunStore(self._store).take_epoch(
+                    owner={"pid": os.getpid(), "host": os.uname().nodename}, starts_from=starts_from
+                )
+                said = msgspec.msgpack.encode(epoch)
+            except Exception as error:
+                problem = error
+        told = self._ranks.first_says(said)
+        if problem is not None:
+            raise problem
+        if not told:
+            raise SaveError("rank 0 could not take over the run; its own error says why")
+        self._start = msgspec.structs.replace(self._start, epoch=msgspec.msgpack.decode(told, type=int))
+
+    # -- save ------------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, Any]) -> float:
+        """Copy this rank's share of `state`, and have it stored; returns the seconds that this took from the training loop.
+
+        Every rank calls it after the same step, with the state of `load`. `step` is the number of finished steps and grows.
+        The checkpoint exists when all ranks' shares are stored; `wait` waits for that.
+        """
+        begin = time.monotonic()
+        if self._start.epoch < 0:
+            raise SaveError("call load(state) first: it says from where this run goes on, also when there is nothing to load")
+        self._hear()
+        flat = flatten(state, self._ranks.rank)
+        slots = self._ready_for(flat)
+        busy = not slots.has_free()
+        if self._when_busy == "skip" and self._ranks.any(busy):
+            log.warning("step %d is not saved: two earlier saves are still on their way", step)
+            return time.monotonic() - begin
+        while not slots.wait_free(1.0):
+            self._hear()
+        assert self._plan is not None
+        name = slots.fill(self._plan.pieces(holdings_of(flat)), step)
+        self._link().saved(name, step, msgspec.json.encode(flat.record))
+        seconds = time.monotonic() - begin
+        found = reporter()
+        if found is not None:
+            found.saved(seconds)
+        return seconds
+
+    def _ready_for(self, flat: Flat) -> ScriptSlots:
+        """Memory for this state; planned anew, by all ranks together, when its structure has changed on one of them."""
+        changed = self._plan is None or self._plan.signature != signature(flat)
+        if self._ranks.any(changed):
+            self._replan(flat)
+        assert self._slots is not None
+        return self._slots
+
+    def _replan(self, flat: Flat) -> None:
+        records = [msgspec.json.decode(each) for each in self._ranks.gather(msgspec.json.encode(flat.record))]
+        merged(records)  # raises StateError, the same on all ranks, if they differ where they may not
+        self._plan = plan(flat, holdings_of(flat), self._ranks)
+        if self._slots is not None:
+            self._wait_parts()
+            self._link().forget(self._slots.names)
+            self._slots.close()
+        generation = self._slots.generation + 1 if self._slots is not None else 0
+        self._slots = ScriptSlots(self._plan.layout, self._start, generation=generation)
+        self._link().adopt(self._slots.fds)
+
+    def _link(self) -> KeeperLink:
+        """The keeper, started when it is first needed, and again if it died: the slots know what is still owed."""
+        if self._keeper is not None and not self._keeper.alive:
+            log.warning("the keeper process died (status %s); another one is started", self._keeper.status)
+            self._keeper.abandon()
+            self._keeper = None
+        if self._keeper is None:
+            self._keeper = KeeperLink(self._start)
+            if self._slots is not None:
+                self._keeper.adopt(self._slots.fds)
+        return self._keeper
+
+    # -- what came of it -------------------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Take in what the keeper has said. Raises SaveError if something failed and that is what was asked for."""
+        if self._keeper is None:
+            return
+        failed = []
+        for message in self._keeper.news():
+            if message.error:
+                failed.append(f"step {message.step} is not saved: {message.error}")
+            elif isinstance(message, CommitDone):
+                self.committed = message.step
+            self._tell_supervisor(message)
+        for text in failed:
+            log.error("%s", text)
+        if failed and self._on_error == "raise":
+            raise SaveError("; ".join(failed))
+
+    def _tell_supervisor(self, message: object) -> None:
+        found = reporter()
+        if found is not None and isinstance(message, CommitDone):
+            done = message
+            found.send(StateStored(step=done.step, t=time.time(), nbytes=done.nbytes, seconds=done.seconds, error=done.error))
+
+    def _wait_parts(self) -> None:
+        while self._keeper is not None and self._keeper.alive and self._keeper.owes_parts:
+            self._keeper.listen(1.0)
+        self._hear()
+
+    def wait(self) -> int | None:
+        """Wait until everything saved is in storage, on all ranks; returns the newest committed step.
+
+        Raises SaveError on all ranks if something could not be stored (with `on_error="raise"`).
+        """
+        problem = None
+        while self._keeper is not None and self._keeper.owes and self._keeper.alive:
+            self._keeper.listen(1.0)
+        try:
+            self._hear()
+        except SaveError as error:
+            problem = str(error)
+        problem = self._ranks.agreed(problem)
+        if problem is not None:
+            raise SaveError(problem)
+        self.committed = msgspec.msgpack.decode(self._ranks.first_says(msgspec.msgpack.encode(self.committed)))
+        return self.committed
+
+    def close(self) -> None:
+        """Wait for what is on its way, then give everything back. All ranks call it, before the process group is destroyed."""
+        try:
+            self.wait()
+        finally:
+            if self._keeper is not None:
+                self._keeper.close()
+                self._keeper = None
+            if self._slots is not None:
+                self._slots.close()
+                self._slots = None
+            self._ranks.close()
+            self._store.close()
+
+
+def dict_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state itself: it is filled in place, so it must be a dict. Raises StateError."""
+    if not isinstance(state, dict):
+        raise StateError(f"the state is a {type(state).__name__}; a dict with text keys is wanted")
+    return state

@@ -1,0 +1,199 @@
+"""What each rank writes: boxes on one grid, every element by exactly one rank, the work shared out.
+
+What several ranks hold is shared: large arrays are cut into runs of rows, one for each of them, small ones go to one rank.
+What may differ between the ranks although it should not (buffers that each replica updates for itself) is the first holder's,
+which is the one that DistributedDataParallel broadcasts from as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.record import StateError
+from ftrain.checkpoint.shards import Cut, Region, edges, regions, tile_of
+from ftrain.checkpoint.state import Flat, Leaf, dtype_name, local_of
+from ftrain.parallel.arrays import StatePiece
+from storage.box import Box
+from storage.grid import DTYPES, SMALL_BYTES
+from storage.pack import ArraySpec, PackLayout, plan_pack
+
+STORED_AS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""Two reals for each element, in a dimension more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A leaf as this rank holds it: its spec, the live values, the boxes of it that are here, and who else has them."""
+
+    leaf: Leaf
+    spec: ArraySpec
+    local: torch.Tensor
+    regions: tuple[Region, ...]
+    replica: int
+    replicas: int
+
+    def part(self, region: Region) -> torch.Tensor:
+        """The live values of a region, a view."""
+        values = self.local
+        for dim, (start, size) in enumerate(zip(region.local.offset, region.local.shape, strict=True)):
+            values = values.narrow(dim, start, size)
+        return values
+
+
+def stored(values: torch.Tensor, path: str) -> tuple[torch.Tensor, str]:
+    """The same memory in a type that the format has, and the type's name. Raises StateError if there is none."""
+    name = dtype_name(values.dtype)
+    if name in DTYPES:
+        return values, name
+    if values.dtype in STORED_AS:
+        return torch.view_as_real(values.resolve_conj()), dtype_name(STORED_AS[values.dtype])
+    if values.dtype.itemsize == 1:  # the types of 8 bits that NumPy and Zarr lack
+        return values.view(torch.uint8), "uint8"
+    raise StateError(f"{path} has the type {values.dtype}, which the format does not have; it has {', '.join(DTYPES)}")
+
+
+def holding(leaf: Leaf, tied: Sequence[str] = ()) -> Holding:
+    """What this rank holds of a leaf. Raises StateError if it is no shard and no replica (a partial sum)."""
+    tensor = leaf.tensor
+    local, dtype = stored(local_of(tensor), leaf.path)
+    extra = local.shape[tensor.ndim :]
+    cuts, place, replica, replicas = _placement(tensor, leaf.path)
+    shape = (*tensor.shape, *extra)
+    if place is None:
+        held, literally = list[Region](), False
+    else:
+        try:
+            held, literally = regions(shape, cuts, place, tuple(local.shape))
+        except ValueError as error:
+            raise StateError(f"{leaf.path}: {error}") from error
+    found = [edges(extent, [c for c in cuts if c.dim == dim], literally=literally) for dim, extent in enumerate(shape)]
+    attributes: dict[str, Any] = {"tied": list(tied)} if tied else {}
+    if dtype != dtype_name(tensor.dtype):
+        attributes["torch_dtype"] = dtype_name(tensor.dtype)
+    spec = ArraySpec(
+        name=leaf.array, shape=shape, dtype=dtype, tile=tile_of(shape, DTYPES[dtype], found), attributes=attributes
+    )
+    return Holding(leaf, spec, local, tuple(held), replica, replicas)
+
+
+def _placement(tensor: torch.Tensor, path: str) -> tuple[list[Cut], Sequence[int] | None, int, int]:
+    """Cuts, this rank's place (None: it holds nothing), and which of how many replicas it is."""
+    if not isinstance(tensor, DTensor):
+        return [], (), 0, 1
+    mesh, cuts, replica, replicas = tensor.device_mesh, [], 0, 1
+    place = mesh.get_coordinate()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh.size(axis) + (place[axis] if place is not None else 0)
+            replicas *= mesh.size(axis)
+        elif isinstance(placement, _StridedShard):
+            cuts.append(Cut(axis, mesh.size(axis), placement.dim, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(axis, mesh.size(axis), placement.dim))
+        else:
+            kind = "a partial sum" if isinstance(placement, Partial) else f"placed as {placement}"
+            raise StateError(f"{path} is {kind} over a mesh axis: reduce it before it is saved")
+    return cuts, place, replica, replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this rank writes, in order: the layout of its pack, and for each part the holding and where it lies there."""
+
+    layout: PackLayout
+    parts: tuple[tuple[int, Region], ...]
+    """(index of the holding, region)."""
+    signature: tuple[Any, ...]
+
+    def pieces(self, holdings: Sequence[Holding]) -> list[StatePiece]:
+        """The live state of each part."""
+        return [_piece(holdings[index], region) for index, region in self.parts]
+
+
+def _piece(held: Holding, region: Region) -> StatePiece:
+    values = held.part(region)
+    if held.spec.itemsize == 8 and values.ndim and values.stride(-1) != 1:
+        values = values.contiguous()  # elements of 8 bytes are moved in halves
+    return StatePiece(held.spec.name, region.box, values, held.spec.dtype)
+
+
+def signature(flat: Flat) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    return tuple(
+        (leaf.array, tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.alike, leaf.own, _layout_of(leaf.tensor))
+        for leaf in flat.leaves
+    )
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.placements, id(tensor.device_mesh)) if isinstance(tensor, DTensor) else ()
+
+
+def holdings_of(flat: Flat) -> list[Holding]:
+    """What this rank holds of every leaf."""
+    return [holding(leaf, flat.tied.get(leaf.array, ())) for leaf in flat.leaves]
+
+
+def plan(flat: Flat, holdings: Sequence[Holding], ranks: Ranks) -> Plan:
+    """Share the state out. A collective: ranks tell each other which whole arrays they hold."""
+    shared = [h.spec.name for h in holdings if _is_shared(h)]
+    told = [msgspec.json.decode(each, type=list[str]) for each in ranks.gather(msgspec.json.encode(shared))]
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(told):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    parts = [
+        (index, region)
+        for index, each in enumerate(holdings)
+        for region in owned(each, holders.get(each.spec.name, []), ranks.rank)
+    ]
+    specs = {each.spec.name: each.spec for each in holdings}
+    boxes = [(holdings[index].spec.name, region.box) for index, region in parts]
+    layout = plan_pack(specs, boxes)
+    described = specs if ranks.rank == 0 else layout.specs
+    return Plan(PackLayout(dict(described), layout.parts, layout.nbytes), tuple(parts), signature(flat))
+
+
+def _is_shared(held: Holding) -> bool:
+    return not held.leaf.own and not isinstance(held.leaf.tensor, DTensor)
+
+
+def owned(held: Holding, holders: Sequence[int], rank: int) -> Iterator[Region]:
+    """The regions of a holding that this rank writes."""
+    if held.leaf.own:
+        yield from held.regions
+        return
+    if isinstance(held.leaf.tensor, DTensor):
+        turn, count = held.replica, held.replicas
+    else:
+        turn, count = holders.index(rank), len(holders) if held.leaf.alike else 1
+    for region in held.regions:
+        if count == 1 or region.box.size * held.spec.itemsize < SMALL_BYTES:
+            first = crc32(held.spec.name.encode()) % count
+            if turn == first:
+                yield region
+        else:
+            yield from _rows(region, held.spec, turn, count)
+
+
+def _rows(region: Region, spec: ArraySpec, turn: int, count: int) -> Iterator[Region]:
+    """The `turn`-th of `count` runs of rows, cut between tiles."""
+    rows, height = region.box.shape[0], spec.tile[0]
+    tiles = -(-rows // height)
+    size = -(-tiles // count) * height
+    start, stop = min(turn * size, rows), min((turn + 1) * size, rows)
+    if start < stop:
+        yield Region(_cut(region.box, start, stop), _cut(region.local, start, stop))
+
+
+def _cut(box: Box, start: int, stop: int) -> Box:
+    return Box((box.offset[0] + start, *box.offset[1:]), (stop - start, *box.shape[1:]))

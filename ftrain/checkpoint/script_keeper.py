@@ -1,0 +1,207 @@
+"""The keeper of one rank of somebody else's script: `python -P -m ftrain.checkpoint.script_keeper START_JSON SOCKET_FD`.
+
+It does what the engine's keeper does (seal, stream, digest), and because such a script has no coordinator, the keepers find
+each other in the store: each leaves a small object beside its pack, and rank 0's commits when all are there. So no port is
+opened, and it works wherever the store is reachable. Imports no torch.
+
+It outlives its script on purpose: what was copied when the script died is still stored. A newer life of the run has a newer
+epoch, so a commit that comes too late does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ftrain.checkpoint.keeper import Keeper
+from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, Settled
+from ftrain.checkpoint.outbox import Outbox
+from ftrain.checkpoint.record import StateError, merged
+from ftrain.checkpoint.script_messages import (
+    CommitDone,
+    Delivery,
+    Forget,
+    KeeperStart,
+    PartDone,
+    Saved,
+    Slots,
+    ToScriptKeeper,
+    delivery_key,
+    progress_of,
+)
+from recovery.wire import channel
+from storage.errors import ObjectMissing
+from storage.merge import merge
+from storage.objects import ObjectStore, open_store
+from storage.retention import KeepEvery, KeepLast, RetentionPolicy
+from storage.run import RunStore
+from storage.traffic import configure
+
+log = logging.getLogger("ftrain.keeper")
+
+POLL_S = 0.05
+LONGEST_POLL_S = 1.0
+ATTEMPT = 0
+
+
+class ScriptKeeper:
+    """Seals, stores and delivers this rank's snapshots; on rank 0 commits those of all ranks."""
+
+    def __init__(self, start: KeeperStart, tell: Callable[[object], None]) -> None:
+        """`tell` must be safe from any thread."""
+        self._start, self._tell = start, tell
+        self._records: dict[int, bytes] = {}
+        self._keeper = Keeper(lambda: open_store(start.url), self._stored)
+        self._store: ObjectStore | None = None
+        self._lock = threading.Lock()
+        self._due: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._committer = threading.Thread(target=self._commit_all, name="committer")
+        self._committer.start()
+
+    def handle(self, message: ToScriptKeeper, fds: tuple[int, ...]) -> None:
+        """One message of the rank."""
+        if isinstance(message, Slots):
+            for name, fd in zip(message.names, fds, strict=True):
+                self._keeper.adopt(name, fd)
+                os.close(fd)
+        elif isinstance(message, Forget):
+            for name in message.names:
+                self._keeper.drop(name)
+        else:
+            self._saved(message)
+
+    def _saved(self, message: Saved) -> None:
+        self._records[message.step] = message.record
+        if self._start.rank == 0:
+            self._due.put((message.step, time.monotonic()))
+        self._keeper.snapshot_ready(message.slot)
+
+    def close(self) -> None:
+        """Finish what is queued, with bounded patience."""
+        self._keeper.close()
+        self._due.put(None)
+        self._committer.join()
+
+    def _run_store(self) -> ObjectStore:
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(self._start.url)
+            return self._store
+
+    def _stored(self, answer: KeeperMessage) -> None:
+        """What came of this rank's part; from a thread of the keeper."""
+        if isinstance(answer, Owed):
+            return
+        record = self._records.pop(answer.step, b"")
+        if isinstance(answer, PackStored):
+            delivery = Delivery(stored=answer, record=record)
+        else:
+            delivery = Delivery(error=f"rank {answer.rank}: {answer.reason}")
+        try:
+            key = delivery_key(answer.step, answer.epoch, answer.attempt, answer.rank)
+            self._run_store().put(key, msgspec.msgpack.encode(delivery))
+        except Exception as error:  # the rank must hear of whatever it is: a thread's error has no other listener
+            delivery = Delivery(error=f"rank {answer.rank}: {type(error).__name__}: {error}")
+        self._keeper.settled(Settled(attempt=answer.attempt, step=answer.step))
+        self._tell(PartDone(step=answer.step, error=delivery.error))
+
+    # -- rank 0 ----------------------------------------------------------------------------------------------------------
+
+    def _commit_all(self) -> None:
+        while (due := self._due.get()) is not None:
+            step, begin = due
+            try:
+                done = self._commit(step, begin)
+            except Exception as error:  # a failed save is reported, and by default does not end the script
+                done = CommitDone(step=step, error=f"{type(error).__name__}: {error}")
+            self._tell(done)
+            if not done.error:
+                self._collect()
+
+    def _commit(self, step: int, begin: float) -> CommitDone:
+        store = self._run_store()
+        keys = [delivery_key(step, self._start.epoch, ATTEMPT, rank) for rank in range(self._start.world)]
+        deliveries = self._await(store, keys, begin)
+        errors = [each.error for each in deliveries if each.error]
+        if errors:
+            return CommitDone(step=step, error=errors[0])
+        parts = [each.stored for each in deliveries if each.stored is not None]
+        try:
+            record = merged([msgspec.json.decode(each.record) for each in deliveries])
+        except StateError as error:
+            return CommitDone(step=step, error=str(error))
+        manifest = merge(
+            [part.manifest for part in parts],
+            epoch=self._start.epoch,
+            attempt=ATTEMPT,
+            step=step,
+            progress=progress_of(step, self._start.world, record),
+            created_s=time.time(),
+        )
+        RunStore(store).commit(manifest)
+        for key in keys:
+            store.delete(key)
+        return CommitDone(step=step, nbytes=sum(part.manifest.pack.nbytes for part in parts), seconds=time.monotonic() - begin)
+
+    def _await(self, store: ObjectStore, keys: list[str], begin: float) -> list[Delivery]:
+        """All ranks' parts, as they appear. Raises TimeoutError if one does not."""
+        found: dict[str, Delivery] = {}
+        pause_s = POLL_S
+        while True:
+            for key in keys:
+                if key not in found:
+                    try:
+                        found[key] = msgspec.msgpack.decode(store.get(key), type=Delivery)
+                    except ObjectMissing:
+                        break
+            failed = any(each.error for each in found.values())
+            if len(found) == len(keys) or failed:
+                return [found[key] for key in keys if key in found]
+            if time.monotonic() - begin > self._start.patience_s:
+                missing = next(key for key in keys if key not in found)
+                raise TimeoutError(f"{missing} did not appear within {self._start.patience_s:g} s: is that rank gone?")
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_POLL_S, pause_s * 1.5)
+
+    def _collect(self) -> None:
+        start = self._start
+        policies: list[RetentionPolicy] = [KeepLast(start.keep_last)] if start.keep_last else []
+        policies += [KeepEvery(start.keep_every)] if start.keep_every else []
+        if not policies:
+            return
+        try:
+            writers = frozenset({(start.epoch, ATTEMPT)})
+            RunStore(self._run_store()).collect(policies, now_s=time.time(), grace_s=start.grace_s, writers=writers)
+        except Exception as error:  # nothing is lost by collecting after the next commit
+            log.warning("old checkpoints are not deleted: %s", error)
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the rank hangs up, then finish."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    start = msgspec.json.decode(argv[0], type=KeeperStart)
+    link = channel(socket.socket(fileno=int(argv[1])), ToScriptKeeper)
+    os.set_inheritable(link.fileno(), False)
+    if start.upload_mib_s:
+        configure(in_flight_bytes=64 << 20, upload_bytes_per_s=start.upload_mib_s * 2**20)
+    outbox = Outbox(link)
+    keeper = ScriptKeeper(start, outbox.put)
+    while not link.closed:
+        for frame in outbox.wait():
+            keeper.handle(frame.message, frame.fds)
+    keeper.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

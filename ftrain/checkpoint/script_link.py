@@ -1,0 +1,114 @@
+"""A rank's end of its keeper: started, spoken to, listened to, and let go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+import msgspec
+
+from ftrain.checkpoint.script_messages import (
+    CommitDone,
+    Forget,
+    FromScriptKeeper,
+    KeeperStart,
+    PartDone,
+    Saved,
+    Slots,
+)
+from recovery.launch import python
+from recovery.wire import channel, socket_pair, wait_readable
+
+CLOSE_S = 30.0
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class KeeperLink:
+    """One keeper process of this rank, in a session of its own: what ends the script does not end it."""
+
+    def __init__(self, start: KeeperStart) -> None:
+        """Start it."""
+        ours, theirs = socket_pair()
+        argv = python("ftrain.checkpoint.script_keeper", msgspec.json.encode(start).decode(), str(theirs.fileno()))
+        with theirs:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, **QUIET},
+            )
+        self._channel = channel(ours, FromScriptKeeper)
+        self._commits = start.rank == 0
+        self._parts: set[int] = set()
+        self._whole: set[int] = set()
+        self._news: list[PartDone | CommitDone] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and listens."""
+        return self._process.poll() is None and not self._channel.closed
+
+    @property
+    def status(self) -> int | None:
+        """How it ended."""
+        return self._process.poll()
+
+    @property
+    def owes_parts(self) -> bool:
+        """Whether a slot of this rank is still on its way."""
+        return bool(self._parts)
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything is on its way; on rank 0 also a commit."""
+        return bool(self._parts or self._whole)
+
+    def adopt(self, fds: Mapping[str, int]) -> None:
+        """Give it memory areas."""
+        self._channel.send(Slots(names=tuple(fds)), tuple(fds.values()))
+
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Take them back."""
+        self._channel.send(Forget(names=names))
+
+    def saved(self, slot: str, step: int, record: bytes) -> None:
+        """A slot is complete."""
+        self._parts.add(step)
+        if self._commits:
+            self._whole.add(step)
+        self._channel.send(Saved(slot=slot, step=step, record=record))
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what it says, waiting at most so long for the first word."""
+        if self._channel.wants_write:
+            self._channel.drain(timeout_s)
+        if not self._channel.closed and wait_readable(self._channel.fileno(), timeout_s):
+            for frame in self._channel.read():
+                self._note(frame.message)
+
+    def _note(self, message: PartDone | CommitDone) -> None:
+        (self._whole if isinstance(message, CommitDone) else self._parts).discard(message.step)
+        self._news.append(message)
+
+    def news(self) -> list[PartDone | CommitDone]:
+        """What it has said since the last call."""
+        self._channel.flush()
+        self.listen(0.0)
+        said, self._news = self._news, []
+        return said
+
+    def abandon(self) -> None:
+        """It is dead."""
+        self._channel.close()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Hang up; it leaves when it has nothing left to do, which may be later than we do."""
+        self._channel.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.returncode = 0  # it goes on without us: nobody is to warn of that
