@@ -1,4 +1,4 @@
-"""The config that a newcomer starts from: for the machine at hand, the fields that are likely to be touched, with their meaning.
+"""The config that a newcomer starts from: for the machine at hand, the fields that are likely to be touched, and their meaning.
 
 The comments are the schema's own words, so they cannot grow old; fields that stand at their defaults are there as comments, to
 be found without the reference. What is not in the text is in docs/config.md. No torch: GPUs are asked of the driver's own tool.
