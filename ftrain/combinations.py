@@ -122,19 +122,22 @@ def _layer_counts(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.layer_counts", given, allowed, f"nearest: {even}" if even else "")
 
 
+def _sizes(config: Config) -> Iterator[tuple[str, int]]:
+    """Every number of sequences that an update may take, and where it is said."""
+    yield "batch.global_batch", config.batch.global_batch
+    yield from ((f"batch.ramp.{index}.global_batch", part.global_batch) for index, part in enumerate(config.batch.ramp))
+
+
 def _groups(config: Config) -> Iterator[Problem]:
-    batch, parallel = config.batch, config.parallel
+    parallel, micro = config.parallel, config.batch.micro_batch
     unit = replicas(config) * parallel.pp
-    if parallel.schedule == "interleaved" and parallel.pp > 1 and unit and batch.global_batch % batch.micro_batch == 0:
-        count = batch.global_batch // batch.micro_batch
-        if count % unit:
-            given = (
-                f"given {batch.global_batch}: {count} micro-batches over {replicas(config)} replicas of {parallel.pp} stages"
-            )
+    if parallel.schedule != "interleaved" or parallel.pp == 1 or not unit:
+        return
+    for path, size in _sizes(config):
+        if size % micro == 0 and size // micro % unit:
+            given = f"given {size}: {size // micro} micro-batches over {replicas(config)} replicas of {parallel.pp} stages"
             allowed = "interleaved: each replica's micro-batches a multiple of parallel.pp"
-            yield Problem(
-                "batch.global_batch", given, allowed, nearest(batch.global_batch, multiple_of=unit * batch.micro_batch)
-            )
+            yield Problem(path, given, allowed, nearest(size, multiple_of=unit * micro))
 
 
 def _sequence(config: Config) -> Iterator[Problem]:
@@ -159,16 +162,39 @@ def _documents(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    batch, dp = config.batch, max(1, replicas(config))
-    if batch.global_batch % batch.micro_batch:
-        given = f"given {batch.micro_batch}, with batch.global_batch = {batch.global_batch}"
-        hint = nearest_divisor(batch.micro_batch, batch.global_batch)
-        yield Problem("batch.micro_batch", given, "a divisor of batch.global_batch", hint)
-    elif batch.global_batch // batch.micro_batch < dp:
-        given = f"given {batch.global_batch}: {batch.global_batch // batch.micro_batch} micro-batches of {batch.micro_batch}"
-        least = dp * batch.micro_batch
-        allowed = f"at least one micro-batch for each of the {dp} replicas"
-        yield Problem("batch.global_batch", given, allowed, f"nearest: {least}")
+    micro, dp = config.batch.micro_batch, max(1, replicas(config))
+    for path, size in _sizes(config):
+        if size % micro:
+            given = f"given {micro}, with {path} = {size}"
+            yield Problem("batch.micro_batch", given, f"a divisor of {path}", nearest_divisor(micro, size))
+        elif size // micro < dp:
+            given = f"given {size}: {size // micro} micro-batches of {micro}"
+            yield Problem(path, given, f"at least one micro-batch for each of the {dp} replicas", f"nearest: {dp * micro}")
+
+
+def _ramp(config: Config) -> Iterator[Problem]:
+    before = 0
+    for index, part in enumerate(config.batch.ramp):
+        if part.tokens <= before:
+            given = f"given {part.tokens}, after {before}"
+            yield Problem(f"batch.ramp.{index}.tokens", given, "more than the part before (tokens of the run)")
+        before = max(before, part.tokens)
+
+
+def _machine(config: Config) -> Iterator[Problem]:
+    from ftrain.plan import profile  # the planner imports this module
+
+    machine = config.machine
+    try:
+        if machine.hardware:
+            profile.load(machine.hardware)
+    except (ValueError, OSError) as error:
+        allowed = f"{', '.join(profile.names())}, or the path of a .toml file; or nothing: then no MFU is printed"
+        yield Problem("machine.hardware", f'given "{machine.hardware}": {error}', allowed)
+    steps = machine.profile_steps
+    if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+        given, allowed = f"given {list(steps)}", "[first, last] with 1 <= first <= last, or [] for none"
+        yield Problem("machine.profile_steps", given, allowed, f"nearest: [{max(1, steps[0])}, {max(1, *steps)}]")
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
@@ -240,11 +266,13 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _sequence,
     _documents,
     _batch,
+    _ramp,
     _schedule,
     _intervals,
     _recovery,
     _vocabulary,
     _faults,
+    _machine,
 )
 
 

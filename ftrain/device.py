@@ -6,14 +6,18 @@ Everything else in ftrain is the same code on CPU and GPU. What this file does o
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from ftrain.config import Machine
+from ftrain.parallel.clock import HostTimer, Timer
 
 
 def choose(machine: Machine, local_rank: int, num_local_ranks: int) -> torch.device:
@@ -42,6 +46,52 @@ def pin(buffer: np.ndarray[Any, np.dtype[np.uint8]], device: torch.device) -> No
     code = torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0)
     if int(code) != 0:
         raise RuntimeError(f"cudaHostRegister of {buffer.nbytes} bytes failed with {code}: check the limit of locked memory")
+
+
+class StreamTimer:
+    """Events on a GPU's compute stream: the time between two is what the stream did or waited for."""
+
+    def __init__(self) -> None:
+        self.origin = self.now()
+
+    def now(self) -> torch.cuda.Event:
+        """An event that the stream will pass."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Waits until the stream has passed both."""
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def timer(device: torch.device) -> Timer:
+    """What the time of a rank's activities is read from."""
+    return StreamTimer() if device.type == "cuda" else HostTimer()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a rank, in bytes. CPU: the process's resident memory, what it shares with others included (arena, libraries)."""
+
+    used: int  # CUDA: allocated by torch
+    reserved: int  # CUDA: taken from the device by torch; CPU: 0
+    peak: int  # the most that was used so far
+
+
+def memory(device: torch.device) -> Memory:
+    """What the rank's memory amounts to now."""
+    if device.type == "cuda":
+        cuda = torch.cuda
+        return Memory(cuda.memory_allocated(device), cuda.memory_reserved(device), cuda.max_memory_allocated(device))
+    resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+    return Memory(resident, 0, max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+def name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ftrain.combinations import combinations, head_dim, kv_heads, num_chunks, re
 from ftrain.config import Config
 from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
+from ftrain.ramp import phases, position
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
 from ftrain.units import format_bytes, format_count
 
@@ -114,6 +115,7 @@ def layout_summary(config: Config) -> str:
     least, extra = divmod(micro, dp)
     share = f"{least} each" if not extra else f"{least + 1} on {extra}, {least} on {dp - extra}"
     tokens = batch.global_batch * config.data.seq_len
+    total = position(config, config.run.steps) * config.data.seq_len
     return "\n".join(
         (
             f"ranks   {parallel.ranks} = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {dp}, "
@@ -121,8 +123,9 @@ def layout_summary(config: Config) -> str:
             *_pipeline(config),
             f"batch   {batch.global_batch} sequences of {config.data.seq_len} tokens = {format_count(tokens)} tokens; "
             f"{micro} micro-batches of {batch.micro_batch} over {dp} replicas: {share}",
+            *_ramp(config),
             f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
-            f"run     {config.run.steps} steps = {format_count(config.run.steps * tokens)} tokens",
+            f"run     {config.run.steps} steps = {format_count(total)} tokens",
         )
     )
 
@@ -133,6 +136,12 @@ def _pipeline(config: Config) -> Iterator[str]:
     if stages > 1:
         counts = [len(layers) for layers in partition_layers(config.model.layers, stages, parallel.layer_counts)]
         yield f"stages  {parallel.schedule}, {stages} on {parallel.pp} ranks; layers of each: {' '.join(map(str, counts))}"
+
+
+def _ramp(config: Config) -> Iterator[str]:
+    """Which steps take other batches than the final one."""
+    for phase in phases(config) if config.batch.ramp else ():
+        yield f"ramp    steps {phase.first_step + 1} to {phase.stop_step}: {phase.global_batch} sequences"
 
 
 def to_toml(config: Config) -> str:

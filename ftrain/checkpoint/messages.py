@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -81,6 +81,31 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     tokens: int
     applied: bool
     eval_loss: float | None = None
+    sequences: int = 0
+
+
+class RankMemory(NamedTuple):
+    """A rank's memory in bytes, as `ftrain.device.Memory` has it."""
+
+    rank: int
+    stage: int  # its pipeline rank
+    used: int
+    reserved: int
+    peak: int
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, tag="times"):
+    """Rank 0 to coordinator, about a step later: where the seconds of a step went, and the memory of the ranks.
+
+    The buckets are those of `ftrain.train.times`; of each rank they add up to the step.
+    """
+
+    step: int
+    mean: dict[str, float]  # seconds, over the ranks
+    worst: dict[str, tuple[int, float]]  # of each bucket, the rank with the most of it
+    memory: list[RankMemory]
+    device: str = ""  # as it calls itself
+    dtype: str = ""  # of the activations
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
@@ -125,7 +150,7 @@ class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
 Answer = PackStored | PackFailed
 KeeperMessage = Answer | Owed
 KeeperRequest = Settled | Resend | StoreNewest
-WorkerMessage = Ready | StepDone | SnapshotTaken | SaveSkipped | Doubt | Final
+WorkerMessage = Ready | StepDone | StepTimes | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode
 decode_request = msgspec.msgpack.Decoder(KeeperRequest).decode

@@ -1,14 +1,23 @@
 """metrics.jsonl: one line per finished step, for plots and other tools. The ledger is the record; this is its
 convenient copy.
+
+What only the ranks know (where the seconds went, their memory, what they compute on) comes about a step later than the step's
+own report, so a line is held back until then, and written without if its ranks did not live to tell.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from ftrain.checkpoint.messages import StepDone
+from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes
+from ftrain.config import Config
+from ftrain.plan.rates import Rates, rate_record
+from ftrain.units import format_bytes
+
+MAX_HELD = 4
 
 
 class MetricsFile:
@@ -17,20 +26,73 @@ class MetricsFile:
     def __init__(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._file = (Path(folder) / "metrics.jsonl").open("ab")
+        self._held: list[tuple[StepDone, int, str]] = []
+        self._rates: Rates | None = None
+        self._basis: tuple[Config, str] | None = None
+        self._status: dict[str, Any] = {}
 
     def append(self, done: StepDone, *, attempt: int, layout: str) -> None:
-        """Write one step."""
+        """A step was finished."""
+        while self._held and (len(self._held) >= MAX_HELD or self._held[0][1] != attempt):
+            self._write(None)
+        self._held.append((done, attempt, layout))
+
+    def times(self, times: StepTimes, config: Config) -> None:
+        """Where a step's time went, on ranks that are cut as `config` says."""
+        if self._basis != (config, times.dtype):
+            self._basis, self._rates = (config, times.dtype), Rates.of(config, times.dtype)
+        while self._held and self._held[0][0].step < times.step:
+            self._write(None)
+        if self._held and self._held[0][0].step == times.step:
+            self._write(times)
+
+    def status(self) -> dict[str, Any]:
+        """The newest whole line, for `ftrain status`."""
+        return self._status
+
+    def close(self) -> None:
+        """Write what is held back, and close the file."""
+        while self._held:
+            self._write(None)
+        self._file.close()
+
+    def _write(self, times: StepTimes | None) -> None:
+        done, attempt, layout = self._held.pop(0)
         seconds = done.t_end - done.t_begin
-        record = {
+        record: dict[str, Any] = {
             "attempt": attempt,
             "layout": layout,
             **msgspec.to_builtins(done),
             "seconds": seconds,
             "tokens_per_s": done.tokens / seconds if seconds > 0 else None,
         }
+        if times is not None and self._rates is not None:
+            rate = self._rates.rate(done.sequences, seconds)
+            record |= {**rate_record(rate), **self._rates.terms(), **msgspec.to_builtins(times)}
+            self._status = {
+                "tokens_per_s": record["tokens_per_s"],
+                "speed": self._rates.text(rate) if rate else "",
+                "step_went_to": shares_text(times.mean),
+                "memory": memory_text(times.memory),
+            }
+        record.pop("type", None)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+
+def shares_text(mean: dict[str, float]) -> str:
+    """Where a step went, largest part first; what took less than half a per cent is left out."""
+    total = sum(mean.values())
+    shares = sorted(((seconds / total, bucket) for bucket, seconds in mean.items() if total), reverse=True)
+    return ", ".join(f"{bucket} {share:.0%}" for share, bucket in shares if share >= 0.005)
+
+
+def memory_text(memory: list[RankMemory]) -> str:
+    """The fullest rank of each pipeline stage."""
+    fullest: dict[int, RankMemory] = {}
+    for of_rank in memory:
+        known = fullest.get(of_rank.stage)
+        if known is None or known.peak < of_rank.peak:
+            fullest[of_rank.stage] = of_rank
+    parts = [f"stage {stage}: {format_bytes(of_rank.peak)} (rank {of_rank.rank})" for stage, of_rank in sorted(fullest.items())]
+    return "peak " + ", ".join(parts) if parts else ""

@@ -13,14 +13,14 @@ Cutting a stage into segments (only to overlap reductions) detaches at their bor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ftrain.parallel.clock import COMPUTE, Timer
 from ftrain.parallel.mesh import Mesh, Pending
 from ftrain.parallel.program import Batch, Instruction, Part, Program, Reduce
 from ftrain.parallel.schedule import Action, Kind
@@ -158,7 +158,7 @@ class Pipeline:
         """`dtype`: of the activations; `progress` is told the phase and micro-batch."""
         self.stages, self.num_stages, self.mesh = stages, num_stages, mesh
         self.dtype, self.device, self.progress = dtype, device, progress
-        self.timed: list[Timed] = []  # of the last run
+        self._marked: list[tuple[Instruction, Any, Any]] = []  # of the last run: begin and end
         self._arriving: dict[Action, Pending] = {}
         self._made: dict[Action, torch.Tensor] = {}
         self._leaving: list[Pending] = []
@@ -166,12 +166,12 @@ class Pipeline:
 
     def run(self, instructions: Sequence[Instruction], job: Job) -> None:
         """Carry out a whole list. On return everything that was sent has left."""
-        self.timed = []
+        self._marked = []
         for instruction in instructions:
             if isinstance(instruction, Batch):
                 self._exchange(instruction, job)
             elif isinstance(instruction, Reduce):
-                self._clocked(instruction, partial(job.reduce, instruction.bucket))
+                self._clocked(instruction, partial(job.reduce, instruction.bucket), "dp")
             elif isinstance(instruction, Part):
                 self._part(instruction)
             elif isinstance(instruction, Action):
@@ -182,10 +182,26 @@ class Pipeline:
         left = [*self._arriving, *self._made]
         assert not left, f"nobody took {left}"
 
-    def _clocked(self, instruction: Instruction, work: Callable[[], None]) -> None:
-        begin = time.perf_counter()
+    @property
+    def timed(self) -> list[Timed]:
+        """The instructions of the last run, as they were carried out."""
+        timer = self.mesh.clock.timer
+        return [
+            Timed(instruction, timer.seconds(timer.origin, begin), timer.seconds(timer.origin, end))
+            for instruction, begin, end in self._marked
+        ]
+
+    @property
+    def marked(self) -> Sequence[tuple[Instruction, Any, Any]]:
+        """The same as the clock marked them, to be read once the step is over."""
+        return self._marked
+
+    def _clocked(self, instruction: Instruction, work: Callable[[], None], activity: str = COMPUTE) -> None:
+        clock = self.mesh.clock
+        begin, before = clock.timer.now(), clock.enter(activity)
         work()
-        self.timed.append(Timed(instruction, begin, time.perf_counter()))
+        clock.enter(before)
+        self._marked.append((instruction, begin, clock.timer.now()))
 
     def _exchange(self, batch: Batch, job: Job) -> None:
         self._leaving = [pending for pending in self._leaving if not pending.is_done]
@@ -204,7 +220,7 @@ class Pipeline:
                 else:
                     self._arriving[transfer.of] = pending
 
-        self._clocked(batch, start)
+        self._clocked(batch, start, "pp")
 
     def _buffer(self, action: Action, job: Job) -> torch.Tensor:
         module = next(iter(self.stages.values())).module
@@ -256,6 +272,16 @@ class Pipeline:
 
     def _is_last(self, stage: int) -> bool:
         return stage == self.num_stages - 1
+
+
+def durations(marked: Sequence[tuple[Instruction, Any, Any]], timer: Timer) -> dict[Action, float]:
+    """Seconds of each action that a rank carried out, its pieces added up."""
+    found: dict[Action, float] = {}
+    for instruction, begin, end in marked:
+        action = instruction.of if isinstance(instruction, Part) else instruction
+        if isinstance(action, Action):
+            found[action] = found.get(action, 0.0) + timer.seconds(begin, end)
+    return found
 
 
 def measured(program: Program, timed: Sequence[Sequence[Timed]]) -> Timeline:

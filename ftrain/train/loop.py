@@ -17,8 +17,10 @@ from ftrain.checkpoint.messages import Doubt, Final, SaveSkipped, StepDone, Work
 from ftrain.checkpoint.saver import Saver
 from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
+from ftrain.parallel.clock import CHECKPOINT, EVALUATE
 from ftrain.train.numerics import Bounds, NumericsError, Watch
 from ftrain.train.step import StepResult
+from ftrain.train.times import NoTimes, StepTimer
 from ftrain.train.votes import Flags
 
 
@@ -85,6 +87,7 @@ class Loop:
     beat: Callable[[str, int], None]
     reached: Callable[[str, int], None]
     rank: int
+    times: StepTimer = field(default_factory=NoTimes)
     saves_handled: int = 0
     stored_step: int = 0  # newest step that is in storage already
     watch: Watch = field(init=False)
@@ -105,20 +108,25 @@ class Loop:
             self.reached("step", progress.step)
             if stop:
                 break
+        self.times.finish()
         self.saver.finish()
         outcome = "finished" if progress.step >= self.config.run.steps else "stopped"
         return Final(step=progress.step, outcome=outcome)
 
     def _step(self, progress: Progress) -> bool:
         begin = time.time()
+        self.times.begin()
         result = self._update(progress)
         progress.step = result.step
         progress.sequences += result.sequences
         progress.tokens += result.tokens
-        evaluate_s = self._evaluate(progress)
+        with self.times.during(EVALUATE):
+            evaluate_s = self._evaluate(progress)
         if result.flags.save:
             self.saves_handled = self.asked.save  # also what was asked since: the save below is newer than the request
-        blocked_s = self.saver.take_waited() + self._save(progress, result.flags)
+        with self.times.during(CHECKPOINT):
+            blocked_s = self.saver.take_waited() + self._save(progress, result.flags)
+        self.times.end(result.step)
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
         self._judge(result)
@@ -205,6 +213,7 @@ def _step_done(result: StepResult, progress: Progress, *, begin: float, evaluate
         grad_norm=result.grad_norm,
         lr=result.lr,
         tokens=result.tokens,
+        sequences=result.sequences,
         applied=result.applied,
         eval_loss=progress.eval_loss if progress.eval_step == result.step else None,
     )

@@ -18,6 +18,7 @@ from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import ShardedAdamW, View
 from ftrain.parallel.pipeline import Job, Pipeline, Stage
 from ftrain.parallel.program import Program, Segments, blocks, closing, lower, segments
+from ftrain.parallel.schedule import Schedule
 from ftrain.parallel.shape import Coordinate
 from ftrain.parallel.stages import StagePlan, forward_schedule, stage_plan, training_schedule
 from ftrain.train.batch import Sequences
@@ -68,6 +69,7 @@ class Passes:
             progress=progress,
         )
         self._programs: dict[int, Program] = {}
+        self.schedule: Schedule | None = None  # of the newest `accumulate`
 
     def _column(self) -> list[Coordinate]:
         """The places of this rank's pipeline, first stage to last: one program is made for all of them."""
@@ -112,7 +114,9 @@ class Passes:
             reduce=lambda bucket: self.optimizer.start_reduce(bucket, beside=beside),
             ready=self.optimizer.wait,
         )
-        self.pipeline.run(self.program(len(microbatches)).ranks[self.mesh.coordinate.pp], job)
+        program = self.program(len(microbatches))
+        self.schedule = program.schedule
+        self.pipeline.run(program.ranks[self.mesh.coordinate.pp], job)
         return loss
 
     def forward(

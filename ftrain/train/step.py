@@ -24,11 +24,13 @@ from ftrain.model import init
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.arrays import EXACT, StatePiece, StateTypes, array_specs
 from ftrain.parallel.buckets import Part, plan_buckets
+from ftrain.parallel.clock import CHECKPOINT, COMPUTE, DATA
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.norm import clip_factor
 from ftrain.parallel.optimizer import ShardedAdamW
 from ftrain.parallel.partition import microbatches
 from ftrain.parallel.stages import config_parameters
+from ftrain.ramp import global_batch_at
 from ftrain.train.batch import Data, Sequences
 from ftrain.train.evaluate import evaluate
 from ftrain.train.lr import learning_rate
@@ -76,6 +78,7 @@ class Engine:
         `progress` is told the phase and micro-batch, for the heartbeat."""
         self.config, self.mesh, self.device, self.dataset = config, mesh, torch.device(device), dataset
         self.before_update, self.progress = before_update, progress
+        self.after_vote: Callable[[], None] = _no_wait  # all ranks are together there, and the host waits for nothing
         self.step = 0
         self.compute_dtype = compute_dtype(config, self.device)
         self.types = EXACT if self.compute_dtype == torch.float64 else StateTypes()
@@ -143,29 +146,30 @@ class Engine:
         """Do update number `step`, the one after the state's, on the global batch that starts at `first_sequence`."""
         if step != self.step + 1:
             raise ValueError(f"asked for update {step}, but the state is that after update {self.step}")
-        self.optimizer.zero_grad()
-        loss, tokens = self._accumulate_gradients(first_sequence)
+        clock = self.mesh.clock
+        with clock.during(COMPUTE):
+            self.optimizer.zero_grad()
+        sequences = global_batch_at(self.config, first_sequence)
+        loss, tokens = self._accumulate_gradients(first_sequence, sequences)
         self.progress("reduce", 0)
         self.optimizer.reduce_twins()
-        self.before_update()  # before the vote: whoever has passed it may overwrite what others are still copying
-        outcome = vote(
-            self.mesh,
-            squares=self.optimizer.sum_of_squares(),
-            loss=loss,
-            flags=flags or Flags(),
-            exact=self.types is EXACT,
-        )
-        return self._finish(outcome, tokens)
+        with clock.during(CHECKPOINT):
+            self.before_update()  # before the vote: whoever has passed it may overwrite what others are still copying
+        with clock.during(COMPUTE):
+            squares = self.optimizer.sum_of_squares()
+            outcome = vote(self.mesh, squares=squares, loss=loss, flags=flags or Flags(), exact=self.types is EXACT)
+        self.after_vote()
+        return self._finish(outcome, tokens, sequences)
 
-    def _accumulate_gradients(self, first_sequence: int) -> tuple[torch.Tensor, int]:
+    def _accumulate_gradients(self, first_sequence: int, count: int) -> tuple[torch.Tensor, int]:
         """All my micro-batches; my share of the loss (tp ranks know the same one), and the valid tokens of all replicas, which
         read whole sequences: context-parallel ranks count the same ones.
         """
-        batch = self.config.batch
-        mine = microbatches(batch.global_batch, batch.micro_batch, self.mesh.shape.dp, self.mesh.coordinate.dp)
+        mine = microbatches(count, self.config.batch.micro_batch, self.mesh.shape.dp, self.mesh.coordinate.dp)
         self.progress("data", 0)
         first, stop = (mine[0].start, mine[-1].stop) if mine else (0, 0)
-        sequences = self._read(first_sequence + first, stop - first) if mine else None
+        with self.mesh.clock.during(DATA):
+            sequences = self._read(first_sequence + first, stop - first) if mine else None
         valid = torch.zeros((), dtype=torch.int64, device=self.device) if sequences is None else sequences.valid.sum()
         tokens = int(self.mesh.all_reduce(valid, ("dp",)))
         parts = [] if sequences is None else [sequences[part.start - first : part.stop - first] for part in mine]
@@ -176,26 +180,27 @@ class Engine:
         arrays = self.dataset.sequences(first, count)
         return Sequences.of(arrays, self.device, document_mask=self.config.data.document_mask)
 
-    def _finish(self, outcome: Vote, tokens: int) -> StepResult:
+    def _finish(self, outcome: Vote, tokens: int, sequences: int) -> StepResult:
         """Update or skip; either way the step counts, so that a resumed run needs no second counter."""
         config, number = self.config, self.step + 1
         lr = learning_rate(number, schedule=config.schedule, peak=config.optimizer.lr, total=config.run.steps)
         if outcome.is_finite:
             self.progress("update", 0)
-            self.optimizer.update(
-                lr=lr,
-                number=number,
-                factor=clip_factor(outcome.norm, config.optimizer.clip_norm),
-                order=self.passes.closing,
-                beside=config.parallel.overlap_gather,
-            )
+            with self.mesh.clock.during(COMPUTE):
+                self.optimizer.update(
+                    lr=lr,
+                    number=number,
+                    factor=clip_factor(outcome.norm, config.optimizer.clip_norm),
+                    order=self.passes.closing,
+                    beside=config.parallel.overlap_gather,
+                )
         self.step = number
         return StepResult(
             step=number,
             loss=outcome.loss,
             grad_norm=outcome.norm,
             tokens=tokens,
-            sequences=config.batch.global_batch,
+            sequences=sequences,
             lr=lr,
             applied=outcome.is_finite,
             flags=outcome.flags,
