@@ -258,12 +258,13 @@ class SignalSent(Event, frozen=True, kw_only=True):
 
 
 class Suspected(Event, frozen=True, kw_only=True):
-    """Something lives but makes no progress. `since` is when progress was last seen."""
+    """Something lives but makes no progress (`since`: when that was last seen), or its results are doubted."""
 
     reason: str
     since: float
     rank: int | None = None
     node: str = ""
+    onset: int | None = None  # first step whose result is in doubt
 
 
 class Straggler(Event, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Results that do not make sense: what is done again is compared, and what came after an onset does not count.
 
-Going back to before the onset is an epoch that starts from the newest checkpoint before it. Every later commit of earlier
-epochs is thereby void for good (`storage.epoch`): it is listed as fenced and never loaded, until a collection deletes it.
+Going back to before the onset is an epoch that starts from the newest checkpoint before it. Every later checkpoint is tainted
+first (`storage.taint`): none is loaded any more, none is deleted, and `ckpt ls` says why. The onset is a guess, and a person
+may want them.
 What was still on its way to storage when the run went back is let go here.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 
 from ftrain.checkpoint.messages import Doubt, StepDone
 from recovery.events import Event, Suspected
+from recovery.state import Onset
 from storage.catalog import CheckpointInfo
 
 REMEMBERED = 4096  # losses: more than lie between two checkpoints, or the older ones cannot be compared
@@ -23,16 +25,25 @@ class Doubts:
     """What is known against the run's own results. Used by the delegate's one thread."""
 
     def __init__(self) -> None:
-        self._onset: int | None = None
-        self._void: list[tuple[int, int]] = []  # (attempt, onset): packs of attempts up to it from the onset on
+        self._onsets: dict[int, tuple[int, str]] = {}  # attempt -> since which step, and why
+        self._void: dict[int, int] = {}  # attempt -> onset: packs of attempts up to it from the onset on
+        self._reason = ""
         self._losses: OrderedDict[int, tuple[int, bytes]] = OrderedDict()  # step -> (attempt, bits of the loss)
         self._said = -1
 
     def on_doubt(self, doubt: Doubt, attempt: int) -> list[Event]:
-        """A worker doubts; if the run must go back, where to is remembered until the next attempt is planned."""
-        self._onset = doubt.onset if doubt.onset is not None else self._onset
+        """A worker doubts; since when is remembered until the next attempt is planned, in the ledger too."""
+        if doubt.onset is not None:
+            self._onsets[attempt] = doubt.onset, doubt.reason
         now = time.time()
-        return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason)]
+        return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset)]
+
+    def recall(self, onsets: Iterable[Onset]) -> None:
+        """What an earlier coordinator knew."""
+        for onset in onsets:
+            self._onsets[onset.attempt] = onset.step, onset.reason
+            if onset.void:
+                self._void[onset.attempt] = onset.step
 
     def on_step(self, done: StepDone, attempt: int) -> list[Event]:
         """A step that was finished before must have had the same loss, bit for bit; said once in an attempt."""
@@ -53,12 +64,19 @@ class Doubts:
 
     def go_back(self, infos: Iterable[CheckpointInfo], attempt: int) -> tuple[bool, int | None]:
         """Whether the run must go back now that `attempt` is over, and to which checkpoint (None: to the very beginning)."""
-        onset, self._onset = self._onset, None
-        if onset is None:
+        known = self._onsets.pop(attempt, None)
+        if known is None:
             return False, None
-        self._void.append((attempt, onset))
+        onset, reason = known
+        self._void[attempt] = onset
+        self._reason = f"the run went back to before step {onset}: {reason}"
         return True, max((info.step for info in infos if info.state == "valid" and info.step < onset), default=None)
+
+    @property
+    def verdict(self) -> str:
+        """Why the last `go_back` was asked for: what the checkpoints from the onset on are tainted with."""
+        return self._reason
 
     def is_void(self, attempt: int, step: int) -> bool:
         """Whether a state of `attempt` after `step` steps was given up."""
-        return any(attempt <= until and step >= onset for until, onset in self._void)
+        return any(attempt <= until and step >= onset for until, onset in self._void.items())

@@ -23,11 +23,13 @@ from recovery.events import (
     ProcessDied,
     Ready,
     RunEnded,
+    RunStarted,
     SignalSent,
     StepFinished,
     StopRequested,
     Suspected,
 )
+from recovery.ledger import Ledger
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -185,6 +187,20 @@ def test_worker_that_dies_without_coordinator_is_told_to_the_next_one(tmp_path):
         assert run.wait() == ExitCode.DONE
         assert workers_died(run, 0)[1] == 7
         assert [event.attempt for event in run.events(AttemptStarted)] == [0, 1]
+
+
+def test_a_roll_back_that_an_earlier_coordinator_decided_is_carried_out(tmp_path):
+    with Ledger(tmp_path / "ledger", None, 1) as ledger:
+        ledger.append(RunStarted(t=1.0, run_id="toy", epoch=1))
+        ledger.append(AttemptStarted(t=2.0, attempt=3, ranks=2, source="init"))
+        ledger.append(Suspected(t=3.0, attempt=3, since=3.0, reason="loss spike", onset=20))
+        ledger.append(Decided(t=4.0, attempt=3, action="roll_back", reason="loss spike", verdict_id="v"))
+    (tmp_path / "epoch").write_text("1")
+    with toy_run(tmp_path, steps=3) as run:
+        run.start()
+        assert run.wait() == ExitCode.DONE
+        assert "back from 3" in run.diary()
+        assert run.events(AttemptStarted)[-1].attempt == 4
 
 
 def test_killed_parent_leaves_coordinator_and_agent_running(tmp_path):

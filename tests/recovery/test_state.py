@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recovery import events as ev
 from recovery.accounts import Bucket, Buckets, ReportError
-from recovery.state import Phase, RunState, apply, buckets, fold
+from recovery.state import Onset, Phase, RunState, apply, buckets, fold
 
 CRASH = ev.Verdict(class_="unknown", component="unknown", action="restart", reason="rank 1 ended with -9", first_failing_rank=1)
 
@@ -167,12 +167,25 @@ def test_relabelling_is_remembered_by_the_policy() -> None:
     assert len(state.interruptions) == 1
 
 
+def doubted(*, decided: ev.Action) -> list[ev.Event]:
+    doubt = ev.Suspected(t=130, attempt=1, since=130, reason="loss spike", onset=20)
+    return [*crashed_once(), doubt, ev.Decided(t=131, attempt=1, action=decided, reason="", wait_s=0, verdict_id="v1")]
+
+
+def test_an_onset_is_void_once_the_run_goes_back_and_stays_so_when_told_again() -> None:
+    history = doubted(decided="roll_back")
+    assert fold(history).onsets == (Onset(attempt=1, step=20, reason="loss spike", void=True),)
+    assert fold([*history, history[-2]]).onsets == fold(history).onsets
+    assert not fold(doubted(decided="restart")).onsets[0].void
+    assert fold(crashed_once()).onsets == ()
+
+
 times = st.floats(min_value=0, max_value=1000, allow_nan=False)
 attempts = st.integers(0, 4)
 numbers = st.integers(0, 20)
 ids = st.sampled_from("ab")
 kinds: st.SearchStrategy[ev.ProcessKind] = st.sampled_from(["worker", "agent", "keeper"])
-actions: st.SearchStrategy[ev.Action] = st.sampled_from(["restart", "finish"])
+actions: st.SearchStrategy[ev.Action] = st.sampled_from(["restart", "finish", "roll_back"])
 any_event: st.SearchStrategy[ev.Event] = st.one_of(
     st.builds(ev.RunStarted, t=times, run_id=st.just("r"), readopted=st.booleans()),
     st.builds(ev.AttemptStarted, t=times, attempt=attempts, ranks=st.just(2), source=st.just("memory")),
@@ -189,9 +202,9 @@ any_event: st.SearchStrategy[ev.Event] = st.one_of(
         loss=st.none() | times,
     ),
     st.builds(ev.ProcessDied, t=times, kind=kinds, pid=numbers, status=st.sampled_from([0, 1, -9])),
-    st.builds(ev.Suspected, t=times, reason=st.just("slow"), since=times),
+    st.builds(ev.Suspected, t=times, attempt=attempts, reason=st.just("slow"), since=times, onset=st.none() | numbers),
     st.builds(ev.InterruptionClassified, t=times, verdict_id=ids, verdict=st.just(CRASH)),
-    st.builds(ev.Decided, t=times, action=actions, reason=st.just(""), wait_s=times, verdict_id=ids),
+    st.builds(ev.Decided, t=times, attempt=attempts, action=actions, reason=st.just(""), wait_s=times, verdict_id=ids),
     st.builds(ev.AttemptEnded, t=times, attempt=attempts, step=numbers),
     st.builds(ev.StopRequested, t=times, by=st.just("SIGTERM")),
     st.builds(ev.RunEnded, t=times, outcome=st.just("stopped"), step=st.none() | numbers),

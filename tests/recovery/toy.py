@@ -202,6 +202,8 @@ class ToyDelegate(Delegate):
         self.note(
             "plan", attempt, f"survived={survived}", [(it.rank, it.status) for it in previous.workers] if previous else ""
         )
+        if previous is not None and previous.action == "roll_back":
+            self.note("back from", previous.attempt)
         self._done.clear()
         self._attempt = attempt
         toy = self.toy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftrain.checkpoint.messages import Doubt, StepDone
 from ftrain.compose.doubts import Doubts
 from recovery.events import Suspected
+from recovery.state import Onset
 from storage.catalog import CheckpointInfo, CheckpointState
 
 
@@ -54,6 +55,16 @@ def test_what_was_on_its_way_since_the_onset_is_void_in_earlier_attempts_only() 
     doubts.go_back(infos(10), attempt=3)
     void = {(attempt, step) for attempt in (2, 3, 4) for step in (19, 20, 25) if doubts.is_void(attempt, step)}
     assert void == {(2, 20), (2, 25), (3, 20), (3, 25)}
+
+
+def test_a_coordinator_that_takes_over_knows_what_the_ledger_knows() -> None:
+    doubts = Doubts()
+    old = Onset(attempt=1, step=8, reason="not finite", void=True)
+    doubts.recall([old, Onset(attempt=3, step=20, reason="loss spike")])
+    assert [doubts.is_void(1, 8), doubts.is_void(3, 20)] == [True, False]
+    assert doubts.go_back(infos(5, 10, 25), attempt=3) == (True, 10)
+    assert doubts.verdict == "the run went back to before step 20: loss spike"
+    assert doubts.is_void(3, 20)
 
 
 def test_a_repetition_that_differs_in_one_bit_is_said_once() -> None:
