@@ -21,7 +21,7 @@ from ftrain.checkpoint.copy import TORCH_DTYPES
 from ftrain.checkpoint.memory import ArenaStore, MemorySnapshot, newest_snapshot, snapshot_manifest
 from ftrain.parallel.arrays import StatePiece
 from storage.checkpoint import Checkpoint
-from storage.digest import digest_box
+from storage.digest import digest_box, digest_part
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
 from storage.manifest import Manifest
 from storage.pack import ArraySpec
@@ -83,11 +83,13 @@ def restore(
     rank: int,
     world: int,
     local: tuple[RunStore, int] | None = None,
+    layout: str = "",
 ) -> Restored:
     """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
 
     `storage_step`: the newest committed step, as the coordinator saw it; `local`: the local tier and its newest step. Of equal
-    steps memory comes first, then the local tier. Returns source "init" if there is nothing to load. Raises NoCheckpoint if
+    steps memory comes first, then the local tier. `layout`: of these ranks; a snapshot of another one proves itself by digests.
+    Returns source "init" if there is nothing to load. Raises NoCheckpoint if
     there are checkpoints and none of them loads.
     """
     passed_over: list[tuple[int, str]] = []
@@ -99,7 +101,7 @@ def restore(
             continue
         if in_memory:
             assert snapshot is not None
-            found = _from_memory(engine, snapshot, slots, rank=rank, world=world)
+            found = _from_memory(engine, snapshot, slots, rank=rank, world=world, layout=layout)
         else:
             assert local is not None
             found = _from_local(engine, *local)
@@ -112,7 +114,7 @@ def restore(
 
 
 def _from_memory(
-    engine: Restorable, snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot], *, rank: int, world: int
+    engine: Restorable, snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot], *, rank: int, world: int, layout: str
 ) -> Restored | str:
     """The newest snapshot, or what is wrong with it."""
     for name in snapshot.slots[rank::world]:
@@ -120,10 +122,25 @@ def _from_memory(
     agreed(None)  # nobody reads before all slots are sealed
     tier = ArenaStore(slots)
     problem = agreed(_attempt(lambda: _load(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
+    progress, proof = slots[snapshot.slots[0]].progress(), "crc32c of every chunk"
+    if problem is None and progress.get("layout", layout) != layout:
+        saved = _digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
+        problem = _differ(saved, live_digests(engine))
+        proof = f"digests of {len(saved)} arrays, across {progress['layout']} and {layout}"
     if problem is not None:
         return f"memory tier: {problem}"
-    progress = slots[snapshot.slots[0]].progress()
-    return Restored(source="memory", step=snapshot.step, progress=progress, proof="crc32c of every chunk")
+    return Restored(source="memory", step=snapshot.step, progress=progress, proof=proof)
+
+
+def _digests_of(mine: Sequence[ArenaSlot], engine: Restorable) -> dict[str, int]:
+    """The digests of a snapshot's arrays, of which this rank looks at `mine`; a collective."""
+    totals = {spec.name: 0 for spec in engine.array_specs()}
+    for slot in mine:
+        table, payload = slot.table(), slot.payload()
+        specs = {spec.name: spec for spec in table.specs}
+        for part in table.parts:
+            totals[part.array] = (totals[part.array] + digest_part(payload, specs[part.array], part)) % 2**64
+    return _summed(totals)
 
 
 def _from_local(engine: Restorable, run: RunStore, step: int) -> Restored | str:
@@ -253,14 +270,22 @@ def live_digests(engine: Restorable) -> dict[str, int]:
         bits = _view(stored)
         bits = bits.view(np.dtype(f"u{bits.dtype.itemsize}"))
         totals[index[piece.array]] = (totals[index[piece.array]] + digest_box(bits, tuple(spec.shape), piece.box)) % 2**64
-    summed = torch.from_numpy(np.array(totals, dtype=np.uint64).view(np.int64))
+    return _summed({spec.name: value for spec, value in zip(specs, totals, strict=True)})
+
+
+def _summed(totals: Mapping[str, int]) -> dict[str, int]:
+    """Each rank's share of the digests, added up over all ranks (a collective)."""
+    summed = torch.from_numpy(np.array(list(totals.values()), dtype=np.uint64).view(np.int64))
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(summed)
-    return {spec.name: int(value) for spec, value in zip(specs, summed.numpy().view(np.uint64), strict=True)}
+    return {name: int(value) for name, value in zip(totals, summed.numpy().view(np.uint64), strict=True)}
 
 
 def _prove(engine: Restorable, manifest: Manifest) -> str | None:
     """What differs between the live state and the manifest's digests; the same answer on every rank."""
-    live = live_digests(engine)
-    wrong = [name for name, digest in live.items() if name in manifest.digests and manifest.digests[name] != digest]
+    return _differ(manifest.digests, live_digests(engine))
+
+
+def _differ(saved: Mapping[str, int], live: Mapping[str, int]) -> str | None:
+    wrong = [name for name, digest in live.items() if name in saved and saved[name] != digest]
     return f"the loaded state is not the saved one: digests differ for {', '.join(sorted(wrong)[:5])}" if wrong else None

@@ -1,4 +1,4 @@
-"""`ftrain status|save|stop`: a live run, from another terminal."""
+"""`ftrain status|save|stop|drain|admit|resize`: a live run, from another terminal."""
 
 from __future__ import annotations
 
@@ -75,3 +75,63 @@ def stop(run_url: str, local_dir: str, as_json: bool) -> None:
     """
     facts = ask(run_url, local_dir, "stop")
     render.json(facts) if as_json else render.note("the run finishes its step, saves and ends")
+
+
+place_argument = click.argument("place")
+
+
+@click.command()
+@click.argument("run_url", metavar="RUN")
+@place_argument
+@local_option
+@json_option
+def drain(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
+    """Take PLACE away from a live RUN at the next step boundary: a node, node/3, or 3 where there is one node.
+
+    A spare takes its part; without one the run goes on with the best layout for what is left: same batches, same data.
+
+    \b
+    Example:
+      ftrain drain runs/demo 3
+    """
+    facts = ask(run_url, local_dir, "drain", place=place, by="ftrain drain")
+    render.json(facts) if as_json else render.note(f"{place} is taken away at the next step boundary; left: {_left(facts)}")
+
+
+@click.command()
+@click.argument("run_url", metavar="RUN")
+@place_argument
+@local_option
+@json_option
+def admit(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
+    """Give PLACE back to a live RUN, which grows at the next step boundary if it had shrunk.
+
+    \b
+    Example:
+      ftrain admit runs/demo 3
+    """
+    facts = ask(run_url, local_dir, "admit", place=place, by="ftrain admit")
+    render.json(facts) if as_json else render.note(f"{place} is back; there are {_left(facts)}")
+
+
+def _left(facts: dict[str, Any]) -> str:
+    return f"{len(facts['places'])} places"
+
+
+@click.command()
+@click.argument("run_url", metavar="RUN")
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks to go on with.")
+@click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Another value of [parallel], or batch.micro_batch.")
+@local_option
+@json_option
+def resize(run_url: str, ranks: int | None, overrides: tuple[str, ...], local_dir: str, as_json: bool) -> None:
+    """Go on with other ranks, or cut the model in another way, at the next step boundary of a live RUN.
+
+    The global batch and the order of the data stay; what the seam proves stands in the ledger.
+
+    \b
+    Example:
+      ftrain resize runs/demo --ranks 4 --set parallel.tp=2
+    """
+    facts = ask(run_url, local_dir, "resize", ranks=ranks or 0, set=list(overrides), by="ftrain resize")
+    render.json(facts) if as_json else render.note("the run changes its layout at the next step boundary")

@@ -9,6 +9,7 @@ import msgspec
 
 from ftrain.config import Machine
 from recovery.messages import WorkerSpec
+from recovery.places import Place
 
 
 class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,9 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     own_slots: list[str]  # this rank's arena slots
     source_slots: list[str]  # all slots a snapshot may be restored from
     layout: str
+    slot: int = 0  # place on its node: which GPU
+    slots: int = 1  # places of that node
+    evidence: bool = False  # more of it than usual
     port: int = 0  # added by the agent
 
 
@@ -44,6 +48,9 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     epoch: int
     attempt: int
+    parallel: dict[str, Any] = {}  # of its newest attempt, which may be another than the launch asks for
+    places: tuple[Place, ...] = ()
+    held: dict[int, dict[str, int]] = {}  # memory areas of older layouts that are still needed
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

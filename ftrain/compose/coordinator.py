@@ -80,6 +80,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
     )
     spec = CoordinatorSpec(
         local_dir=folder,
+        places=config.parallel.ranks + recovery.spares,
         zygote_preload=WORKER_MODULE,
         keeper_argv=tuple(keeper_argv(folder)),
         env={"OPENBLAS_NUM_THREADS": "1"},

@@ -55,6 +55,10 @@ class Debts:
         self.asked = False
         self._owed |= set(groups)
 
+    def before(self, attempt: int) -> bool:
+        """Whether storage may be owed something of an earlier attempt."""
+        return self.asked or any(owed < attempt for owed, _ in self._owed)
+
     def clear(self) -> None:
         """The agent is gone, and with it every snapshot."""
         self._owed.clear()

@@ -14,11 +14,8 @@ from typing import Any
 
 import msgspec
 
-from ftrain.checkpoint.arena import slot_name
-from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.messages import (
     Doubt,
-    Final,
     Owed,
     PackFailed,
     PackStored,
@@ -33,17 +30,19 @@ from ftrain.checkpoint.messages import (
     decode_worker,
     encode,
 )
-from ftrain.compose.args import Launch, Memo, WorkerArgs, record_once, worker_spec
+from ftrain.compose.args import Launch, Memo, WorkerArgs
 from ftrain.compose.committer import Committer, Job
 from ftrain.compose.debts import Debts, Group
 from ftrain.compose.doubts import Doubts
+from ftrain.compose.elastic import ElasticDelegate
 from ftrain.compose.endwatch import EndWatch
+from ftrain.compose.last import LastState
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.places import Places
-from ftrain.compose.steps import step_events, step_status
+from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.config import Config
 from recovery import events
-from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links, WorkerSpec
+from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
 from recovery.events import Event
 from recovery.owner import this_process
 from storage.epoch import read_epochs
@@ -51,7 +50,7 @@ from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
 
-class RunDelegate(Delegate):
+class RunDelegate(ElasticDelegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
     def __init__(
@@ -64,15 +63,14 @@ class RunDelegate(Delegate):
         policies: Sequence[RetentionPolicy],
         endwatch: EndWatch,
     ) -> None:
-        self._launch, self._config, self._run = launch, config, run
+        super().__init__(launch, config, folder)
+        self._config, self._run = config, run
         self._url, self._local = config.run.url, str(folder)
         self._policies, self._endwatch = policies, endwatch
         self._metrics = MetricsFile(self._local)
         self._links: Links | None = None
         self._committer: Committer | None = None
         self._epoch = 0
-        self._generation = 0
-        self._layout = layout_text(config)
         self._committed: int | None = None
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
@@ -81,13 +79,13 @@ class RunDelegate(Delegate):
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
-        self._final: Final | None = None
-        self._lost: dict[int, str] = {}  # steps of this attempt whose save failed, and why
+        self._last = LastState()
         self._last_step: StepDone | None = None
         self._doubts = Doubts()
         self._places = Places(config, run, policies)
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
         self._told: list[Event] = []  # for the next tick
+        self._attempt = 0
 
     @property
     def epoch(self) -> int:
@@ -119,53 +117,56 @@ class RunDelegate(Delegate):
             run_id=self._url,
             config_fingerprint=self._launch.fingerprint,
             config=self._launch.config,
-            layout=self._layout,
+            layout=self._layouts.text,
             owner=msgspec.to_builtins(owner),
             resumed_from_step=self._committed,
             epoch=self._epoch,
             readopted=resumed,
         )
         taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
-        changes = tuple(self._launch.changes) if record_once(self._local, self._launch.changes) else ()
-        passed = [
-            events.CheckpointPassedOver(t=started.t, step=step, reason=reason)
-            for step, reason in (newest.passed_over if newest else [])
-        ]
-        return [started, taken, *([events.ConfigChanged(t=started.t, changes=changes)] if changes else []), *passed]
+        passed = newest.passed_over if newest else []
+        return [started, taken, *config_changes(self._local, self._launch), *passed_over(passed)]
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
-        """All ranks on this machine; that the state comes from memory if it is as new as storage is the workers' decision."""
+        """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
         self._forget_unfinished(attempt)
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
         release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
+        decided = self._layouts.choose(self.links.places(), "the places that there are")
         self._debts.started(attempt, self._epoch)
-        world, slots = self._config.parallel.ranks, self._config.checkpoint.slots
-        sizes = rank_slot_nbytes(self._config)
-        memfds = {slot_name(rank, index, self._generation): sizes[rank] for rank in range(world) for index in range(slots)}
-        stored = self._origin[1]
-        source, restored = self._places.newest(self._memory_step, stored)
+        self._attempt, own, older = attempt, *self._layouts.started(attempt)
+        if older and not self._layouts.fits:
+            release += self._give_up_older()
+            older = {}
+        source, restored = self._places.newest(self._memory_step, self._origin[1])
         return AttemptPlan(
-            layout=self._layout,
-            workers=tuple(self._worker(rank, list(memfds)) for rank in range(world)),
+            layout=self._layouts.text,
+            workers=self._layouts.workers(self._worker_args(list(own), list(older))),
             source=source,
             restored_step=restored or 0,
-            memfds=memfds,
+            memfds={**own, **older},
             release=release,
-            rendezvous=world > 1,
-            memo=msgspec.msgpack.encode(Memo(generation=self._generation, epoch=self._epoch, attempt=attempt)),
+            rendezvous=self._layouts.ranks > 1,
+            decided=tuple(decided),
+            memo=self._layouts.memo(self._epoch, attempt),
         )
+
+    def _give_up_older(self) -> tuple[str, ...]:
+        """There is no room for the old layout's areas beside the new one's: the state comes from storage."""
+        self._memory_step = None
+        self._debts.clear()
+        self._parts.clear()
+        return self._layouts.only_own()
 
     def _go_back(self, attempt: int) -> tuple[str, ...]:
         """To the newest checkpoint before the onset of what went wrong, if anything did; the memory areas void then."""
         back, step = self._doubts.go_back(self._run.checkpoints(), attempt)
         if not back:
             return ()
-        ranks, slots = range(self._config.parallel.ranks), range(self._config.checkpoint.slots)
-        void = tuple(slot_name(rank, index, self._generation) for rank in ranks for index in slots)
-        self._generation, self._memory_step, self._committed = self._generation + 1, None, step
+        self._memory_step, self._committed = None, step
         self._told += self._take_epoch(step)
-        return void
+        return self._layouts.void()
 
     def _take_epoch(self, step: int | None) -> list[Event]:
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
@@ -182,19 +183,19 @@ class RunDelegate(Delegate):
             return self._launch.origin_url, self._launch.origin_step
         return self._url, self._committed
 
-    def _worker(self, rank: int, slots: list[str]) -> WorkerSpec:
-        args = WorkerArgs(
-            config=msgspec.to_builtins(self._config),
+    def _worker_args(self, own: list[str], older: list[str]) -> WorkerArgs:
+        """What is the same for all ranks."""
+        return WorkerArgs(
+            config=msgspec.to_builtins(self._layouts.now),
             restore_url=self._origin[0],
             local_dir=self._local,
             storage_step=self._origin[1],
             stored_step=self._committed or 0,
             local_step=self._places.local_step,
-            own_slots=[name for name in slots if f"-r{rank:05d}-" in name],
-            source_slots=slots,
-            layout=self._layout,
+            own_slots=own,
+            source_slots=own + older,
+            layout=self._layouts.text,
         )
-        return worker_spec(rank, args, self._config.machine)
 
     # -- what workers say ------------------------------------------------------------------------------------------------
 
@@ -211,13 +212,13 @@ class RunDelegate(Delegate):
             return self._on_skipped(message, attempt)
         if isinstance(message, Doubt):
             return self._doubts.on_doubt(message, attempt)
-        self._final = message
+        self._last.final = message
         return []
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
         self._last_step = done
         self._moved |= {done.step} if done.applied and done.lr > 0 else set()
-        self._metrics.append(done, attempt=attempt, layout=self._layout)
+        self._metrics.append(done, attempt=attempt, layout=self._layouts.text)
         return [*self._doubts.on_step(done, attempt), *step_events(done, attempt)]
 
     def _on_snapshot(self, taken: SnapshotTaken, attempt: int) -> list[Event]:
@@ -225,24 +226,24 @@ class RunDelegate(Delegate):
         self._taken[group].add(taken.rank)
         if taken.upload:
             self._begun.setdefault(group, time.time())
-        if len(self._taken[group]) < self._config.parallel.ranks:
+        if len(self._taken[group]) < self._layouts.ranks_of(attempt):
             return []
         del self._taken[group]
         self._memory_step = taken.step
+        if attempt == self._attempt:
+            self._layouts.snapshot(attempt)
         if taken.upload and group not in self._settled:  # else the keeper and the committer were faster than the last rank
             self._debts.add(group)
         return [events.SnapshotCompleted(t=time.time(), attempt=attempt, step=taken.step)]
 
     def _on_ready(self, ready: Ready, attempt: int) -> list[Event]:
-        found: list[Event] = [
-            events.CheckpointPassedOver(t=time.time(), attempt=attempt, step=step, reason=reason)
-            for step, reason in (ready.passed_over if ready.rank == 0 else [])
-        ]
+        found: list[Event] = passed_over(ready.passed_over, attempt) if ready.rank == 0 else []
         self._ready[attempt][ready.rank] = ready
-        if len(self._ready[attempt]) == self._config.parallel.ranks:
+        if len(self._ready[attempt]) == self._layouts.ranks_of(attempt):
             found += self._rolled_back(ready)
             found += self._places.resumed_from(self._epoch, ready.step)
-            found.append(events.Ready(t=time.time(), attempt=attempt, step=ready.step))
+            now, source, proof = time.time(), ready.source, ready.proof
+            found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=proof))
         return found
 
     def _rolled_back(self, ready: Ready) -> list[Event]:
@@ -286,7 +287,7 @@ class RunDelegate(Delegate):
         self._settle(Settled(attempt=failed.attempt, step=failed.step))
         self._after_failure()
         reason = f"rank {failed.rank}: {failed.reason}"
-        self._lost[failed.step] = reason
+        self._last.failed({failed.step: reason})
         return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
 
     def _after_failure(self) -> None:
@@ -301,22 +302,23 @@ class RunDelegate(Delegate):
     def _forget_unfinished(self, attempt: int) -> None:
         """Snapshots that some rank did not live to take will never be whole."""
         self._taken = defaultdict(set, {group: ranks for group, ranks in self._taken.items() if group[0] >= attempt})
-        self._final = None
-        self._lost.clear()
+        self._last.forget()
 
     def tick(self, now: float) -> Sequence[Event]:
         """Hand over what the committer has done; leave in time if the machine is taken away."""
         found = [*self._told, *self._endwatch.tick(now, self.links.request_stop), *self._places.tick(self.links.request_stop)]
         self._told.clear()
+        if not self._debts.before(self._attempt) and (names := self._layouts.superfluous()):
+            self.links.release(names)
         for outcome in self._committer.results() if self._committer else []:
             if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
                 self._moved = {step for step in self._moved if step > self._committed}
                 self._places.committed(outcome.settled.step)
             else:
-                self._lost |= {
-                    event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)
-                }
+                self._last.failed(
+                    {event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)}
+                )
                 self._after_failure()
             self._settle(outcome.settled)
             found += outcome.events
@@ -327,7 +329,8 @@ class RunDelegate(Delegate):
     def on_agent_found(self, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's agent lives: what it stored and nobody committed is asked for again."""
         known = msgspec.msgpack.decode(memo, type=Memo)
-        self._generation = known.generation
+        self._layouts.adopt(known)
+        self._attempt = known.attempt
         self._debts.started(known.attempt, known.epoch)
         self._debts.ask()
         self.links.to_keeper(encode(Resend()))
@@ -348,37 +351,36 @@ class RunDelegate(Delegate):
     def on_agent_lost(self) -> Sequence[Event]:
         """The memory tier is gone, and with it every pack that was not yet whole in storage."""
         self._memory_step = None
+        self._layouts.agent_lost()
         self._places.agent_lost()
         self._parts.clear()
         self._taken.clear()
         self._debts.clear()
         return []
 
+    def at_end(self) -> bool:
+        """Whether the loop did its last step."""
+        return self._last.at_end
+
     def finished(self) -> bool:
         """The loop has ended, and its last state is committed."""
-        return self._final is not None and self._final.outcome == "finished" and self._final_is_stored()
+        return self._last.at_end and self._last.is_stored(self._committed)
 
     def drained(self) -> bool:
         """Whether the final state is committed, or nothing is on its way any more."""
         if self._committer is None or not self._committer.idle or self._debts.open:
             return False
-        return self._final is None or self._final_is_stored() or bool(self.lost())
-
-    def _final_is_stored(self) -> bool:
-        return self._final is not None and self._committed is not None and self._committed >= self._final.step
+        return self._last.final is None or self._last.is_stored(self._committed) or bool(self.lost())
 
     def lost(self) -> str:
-        """Why the final state is not in storage and will not be: its save failed, and nobody is left to try again."""
-        if self._final is None or self._final_is_stored() or self._final.step not in self._lost:
-            return ""
-        reason = self._lost[self._final.step]
-        return f"the state of step {self._final.step} could not be stored ({reason}); the same command goes on from the newest"
+        """Why the final state is not in storage and will not be."""
+        return self._last.lost(self._committed)
 
     def status(self) -> dict[str, Any]:
         """For `ftrain status`."""
         return {
             "epoch": self._epoch,
-            "layout": self._layout,
+            "layout": self._layouts.text,
             "committed_step": self._committed,
             "memory_step": self._memory_step,
             "steps": self._config.run.steps,

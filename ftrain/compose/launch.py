@@ -76,6 +76,13 @@ def prepare(
     return folder
 
 
+def relaunch(folder: Path, launch: Launch, config: Config) -> None:
+    """The config that a live run goes on with: what its next coordinator reads, should this one die."""
+    wanted = msgspec.structs.replace(launch, config=msgspec.to_builtins(config), fingerprint=fingerprint(config), changes=[])
+    _write(folder / "config.json", wanted.config)
+    _write(folder / "launch.json", wanted)
+
+
 def keeper_args(config: Config, folder: Path) -> KeeperArgs:
     """What the keeper reads at each of its starts."""
     return KeeperArgs(

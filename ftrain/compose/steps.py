@@ -1,12 +1,15 @@
-"""A finished step, as the ledger records it."""
+"""What a start and a step of a run look like in the ledger."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from ftrain.checkpoint.messages import StepDone
-from recovery.events import Evaluated, Event, StepFinished
+from ftrain.compose.args import Launch, record_once
+from recovery.events import CheckpointPassedOver, ConfigChanged, Evaluated, Event, StepFinished
 
 
 def step_events(done: StepDone, attempt: int) -> list[Event]:
@@ -28,6 +31,18 @@ def step_events(done: StepDone, attempt: int) -> list[Event]:
     if done.eval_loss is None or not math.isfinite(done.eval_loss):
         return [step]
     return [step, Evaluated(t=done.t_end, attempt=attempt, step=done.step, loss=done.eval_loss)]
+
+
+def config_changes(folder: str, launch: Launch) -> list[Event]:
+    """What a launch changed, the first time that its changes are seen."""
+    changes = tuple(launch.changes) if record_once(folder, launch.changes) else ()
+    return [ConfigChanged(t=time.time(), changes=changes)] if changes else []
+
+
+def passed_over(found: Iterable[tuple[int, str]], attempt: int = -1) -> list[Event]:
+    """Checkpoints that were not used, and why."""
+    now = time.time()
+    return [CheckpointPassedOver(t=now, attempt=attempt, step=step, reason=reason) for step, reason in found]
 
 
 def finite(value: float) -> float | None:

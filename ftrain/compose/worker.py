@@ -5,6 +5,7 @@ The zygote imports this module before any fork, so torch and the engine are load
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -47,7 +48,8 @@ class Asked:
     @property
     def stop(self) -> bool:
         """Whether to leave after this step."""
-        return self._context.terminated or self._context.control.stop
+        control = self._context.control
+        return self._context.terminated or control.stop or control.leave >= self._context.attempt
 
     @property
     def save(self) -> int:
@@ -61,7 +63,7 @@ def main(context: WorkerContext) -> None:
     config = msgspec.convert(args.config, Config)
     torch.set_num_threads(config.machine.threads)
     context.heartbeat.beat("rendezvous")
-    device = choose(config.machine, context.rank, config.parallel.ranks)
+    device = choose(config.machine, args.slot, args.slots)
     _join(context, args.port, config.parallel.ranks, config.recovery.collective_s, backend(device))
     context.heartbeat.beat("build")
     slots = {name: ArenaSlot(fd, populate=name in args.own_slots) for name, fd in context.fds.items()}
@@ -91,6 +93,7 @@ def main(context: WorkerContext) -> None:
     _warn(restored, constant)
     loop = _loop(context, args, config, engine, slots, faults)
     loop.saver.forget_after(restored.step)
+    _let_go(context, slots, args.own_slots)
     context.send(encode(_ready(context.rank, restored)))
     loop.reached("restore", restored.step)
     final = loop.run(Progress.from_record(restored.progress, constant))
@@ -99,6 +102,13 @@ def main(context: WorkerContext) -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _let_go(context: WorkerContext, slots: dict[str, ArenaSlot], own: list[str]) -> None:
+    """The areas of others have been read: what the agent gives back must not live on in our mappings."""
+    for name in slots.keys() - set(own):
+        slots.pop(name).close()
+        os.close(context.fds.pop(name))
 
 
 class Pace:
@@ -210,6 +220,7 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
         storage_step=args.storage_step,
         rank=rank,
         world=world,
+        layout=args.layout,
     )
     if restored.source == "init":
         engine.init_state()

@@ -1,0 +1,243 @@
+"""Which layout the attempts of a run have, where their ranks sit, and which memory areas hold their snapshots.
+
+What was asked for (`wish`) and what runs (`now`) may differ: while places are missing the run goes on with the best layout for
+what is left, chosen by the planner's own prediction, and returns to the wish when there is room for it. Each layout has areas
+of its own, a *generation*: the old ones are read by the first attempt of the new layout, and given back once that has a
+snapshot and storage is owed nothing of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ftrain.checkpoint.arena import slot_name
+from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
+from ftrain.compose.args import Memo, WorkerArgs, worker_spec
+from ftrain.config import Config, Parallel
+from ftrain.load import changes, parse, to_toml
+from ftrain.plan.elastic import best, rate
+from ftrain.plan.profile import Profile
+from ftrain.plan.profile import load as load_profile
+from ftrain.plan.profile import of as profile_of
+from ftrain.schema import ConfigProblems
+from recovery.events import ConfigChanged, Event, LayoutChosen
+from recovery.memory import MemoryLimitError, check_fits, room
+from recovery.messages import WorkerSpec
+from recovery.places import Place
+
+RESIZABLE = ("parallel.", "batch.micro_batch")
+
+
+class Layouts:
+    """The layouts of one run. Used by the delegate's one thread."""
+
+    def __init__(self, config: Config) -> None:
+        """Nothing has been started: what is wished for will be."""
+        self.wish = config
+        self.now = config
+        self.places: tuple[Place, ...] = ()
+        """Where the ranks of the newest attempt sit; empty before the first."""
+        self.generation = 0
+        self._held: dict[int, dict[str, int]] = {}  # generation -> its areas and their bytes
+        self._snapshot: int | None = None  # generation of the newest whole snapshot
+        self._attempts: dict[int, tuple[int, int]] = {}  # attempt -> its ranks, and its generation
+        self.fits = True
+        """Whether the areas of the newest attempt had room beside older ones."""
+
+    @property
+    def ranks(self) -> int:
+        """Of the newest attempt, or of the next one if it has been chosen."""
+        return self.now.parallel.ranks
+
+    @property
+    def text(self) -> str:
+        """The layout in words."""
+        return layout_text(self.now)
+
+    def ranks_of(self, attempt: int) -> int:
+        """How many ranks an attempt has."""
+        return self._attempts.get(attempt, (self.ranks, 0))[0]
+
+    # -- the choice ------------------------------------------------------------------------------------------------------
+
+    def choose(self, places: Sequence[Place], why: str) -> list[Event]:
+        """The layout on `places`; nothing to tell if all may stay as they are. Raises ValueError if there is none."""
+        target = self._target(len(places))
+        seats = self._seats(places, target)
+        same = target.parallel == self.now.parallel
+        if same and (not self.places or seats == self.places):
+            self.places = seats
+            return []
+        before, self.now, self.places = self.now, target, seats
+        self.generation += not same
+        return [chosen(before, target, why, load_profile(profile_of(self.wish)))]
+
+    def _target(self, count: int) -> Config:
+        wish, recovery = self.wish, self.wish.recovery
+        if count >= wish.parallel.ranks or not self.wish.recovery.elastic:
+            if count < wish.parallel.ranks:
+                raise ValueError(f"{count} places are left for {wish.parallel.ranks} ranks, and recovery.elastic is false")
+            return wish
+        known = bool(wish.machine.hardware) or wish.machine.device == "cuda"
+        profile = load_profile(profile_of(wish))
+        found = best(wish, count, profile, least_ranks=recovery.least_ranks, known=known) if count else None
+        if found is None:
+            least = f" and at least {recovery.least_ranks} (recovery.least_ranks)" if recovery.least_ranks > 1 else ""
+            raise ValueError(f"no layout of at most {count} ranks{least} is legal and fits")
+        return found.config
+
+    def _seats(self, places: Sequence[Place], target: Config) -> tuple[Place, ...]:
+        """Ranks stay where they are if the layout does; those without a place take what is free, in order."""
+        ranks = target.parallel.ranks
+        if target.parallel != self.now.parallel or len(self.places) != ranks:
+            return tuple(places[:ranks])
+        free = [place for place in places if place not in self.places]
+        return tuple(place if place in places else free.pop(0) for place in self.places)
+
+    def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> list[Event]:
+        """A person wishes for other ranks (`ranks`) or sizes (`set`: a.b=v). Raises ValueError in words."""
+        wish = self._wished(args)
+        if len(places) < wish.parallel.ranks:
+            raise ValueError(f"{wish.parallel.ranks} ranks are asked for, and there are {len(places)} places")
+        made = [
+            {"path": change.path, "old": change.old, "new": change.new, "kind": change.kind}
+            for change in changes(self.wish, wish)
+        ]
+        self.wish = wish
+        by = str(args.get("by", "a person"))
+        told = self.choose(places, f"{by} asked for {wish.parallel.ranks} ranks ({layout_text(wish)})")
+        return [ConfigChanged(t=time.time(), changes=tuple(made)), *told] if made else told
+
+    def _wished(self, args: Mapping[str, Any]) -> Config:
+        overrides = [str(change) for change in args.get("set", ())]
+        for change in overrides:
+            if not change.startswith(RESIZABLE):
+                raise ValueError(f"{change}: only {' and '.join(RESIZABLE)}... can be changed while the run goes on")
+        if args.get("ranks"):
+            overrides.append(f"parallel.ranks={int(args['ranks'])}")
+        if not overrides:
+            raise ValueError("nothing was asked for: give --ranks N, or --set parallel.tp=N")
+        bare = replace(self.wish, faults=())
+        try:
+            return replace(parse(to_toml(bare), overrides, origin="resize"), faults=self.wish.faults)
+        except ConfigProblems as error:
+            raise ValueError(str(error)) from error
+
+    def place_of(self, rank: int) -> Place | None:
+        """Where a rank sits."""
+        return self.places[rank] if rank < len(self.places) else None
+
+    def workers(self, args: WorkerArgs) -> tuple[WorkerSpec, ...]:
+        """The ranks of the next attempt; `args` has what is the same for all of them, and the areas of all as `own_slots`."""
+        slots = max((place.slot for place in self.places), default=self.ranks - 1) + 1
+        return tuple(
+            worker_spec(
+                rank,
+                replace(
+                    args,
+                    own_slots=[name for name in args.own_slots if f"-r{rank:05d}-" in name],
+                    slot=self.places[rank].slot if self.places else rank,
+                    slots=slots,
+                ),
+                self.now.machine,
+            )
+            for rank in range(self.ranks)
+        )
+
+    # -- memory areas ----------------------------------------------------------------------------------------------------
+
+    def areas(self) -> dict[str, int]:
+        """The areas of the layout as it is now: name -> bytes."""
+        slots, sizes = range(self.now.checkpoint.slots), rank_slot_nbytes(self.now)
+        return {slot_name(rank, index, self.generation): size for rank, size in enumerate(sizes) for index in slots}
+
+    def started(self, attempt: int) -> tuple[dict[str, int], dict[str, int]]:
+        """An attempt is being started: its own areas, and the older ones that it may read its state from."""
+        self._attempts[attempt] = self.ranks, self.generation
+        own, fresh = self.areas(), self.generation not in self._held
+        self.fits = not fresh or fits_beside(own)
+        self._held[self.generation] = own
+        older = {
+            name: size for number, areas in self._held.items() if number != self.generation for name, size in areas.items()
+        }
+        return own, older
+
+    def snapshot(self, attempt: int) -> None:
+        """An attempt has a snapshot that is whole on all ranks. (Another layout may have been chosen meanwhile.)"""
+        self._snapshot = self._attempts[attempt][1] if attempt in self._attempts else self._snapshot
+
+    def superfluous(self) -> tuple[str, ...]:
+        """Areas of older layouts that no attempt will need to start from; they are not held any more after this."""
+        if self._snapshot != self.generation:
+            return ()
+        return self._drop([number for number in self._held if number != self.generation])
+
+    def void(self) -> tuple[str, ...]:
+        """All areas, because what they hold is no part of the history any more; the next attempt has new ones."""
+        self.generation += 1
+        self._snapshot = None
+        return self._drop(list(self._held))
+
+    def only_own(self) -> tuple[str, ...]:
+        """Areas of older layouts, given up although they may hold the newest snapshot: there is no room for both."""
+        return self._drop([number for number in self._held if number != self.generation])
+
+    def agent_lost(self) -> None:
+        """All areas are gone."""
+        self._held.clear()
+        self._snapshot = None
+
+    def _drop(self, generations: Sequence[int]) -> tuple[str, ...]:
+        return tuple(name for number in generations for name in self._held.pop(number))
+
+    # -- what a successor must know --------------------------------------------------------------------------------------
+
+    def memo(self, epoch: int, attempt: int) -> bytes:
+        """For a coordinator that finds this one's agent."""
+        held = {number: areas for number, areas in self._held.items() if number != self.generation}
+        parallel = msgspec.to_builtins(self.now.parallel)
+        return msgspec.msgpack.encode(
+            Memo(generation=self.generation, epoch=epoch, attempt=attempt, parallel=parallel, places=self.places, held=held)
+        )
+
+    def adopt(self, memo: Memo) -> None:
+        """Go on from an earlier coordinator's layout."""
+        self.generation, self.places = memo.generation, memo.places
+        if memo.parallel:
+            self.now = replace(self.wish, parallel=msgspec.convert(memo.parallel, Parallel))
+        self._held = {**memo.held, self.generation: self.areas()}
+        self._attempts[memo.attempt] = self.ranks, self.generation
+
+
+def fits_beside(own: Mapping[str, int]) -> bool:
+    """Whether the areas of a new layout fit beside what is there already."""
+    try:
+        check_fits(sum(own.values()), room())
+    except MemoryLimitError:
+        return False
+    return True
+
+
+def chosen(before: Config, after: Config, why: str, profile: Profile) -> LayoutChosen:
+    """The decision as the ledger keeps it."""
+    now, then = rate(before, profile), rate(after, profile)
+    share = then / now if now else None
+    same = before.parallel == after.parallel
+    costs = "a restart; the layout stays" if same else "a restart and a load under the new layout"
+    if share is not None and not same:
+        costs += f"; then {share:.0%} of the tokens/s before (predicted, {profile.name})"
+    return LayoutChosen(
+        t=time.time(),
+        ranks=after.parallel.ranks,
+        layout=layout_text(after),
+        was=layout_text(before),
+        reason=f"{why}: best predicted tokens/s" if after.parallel.ranks < before.parallel.ranks else why,
+        costs=costs,
+        tokens_per_s=share,
+        changes=tuple({"path": it.path, "old": it.old, "new": it.new} for it in changes(before, after)),
+    )
