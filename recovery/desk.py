@@ -19,7 +19,7 @@ from recovery.attempt import Attempt
 from recovery.deadlines import Deadlines
 from recovery.delegate import Delegate, Links
 from recovery.elastic import KINDS, Elastic
-from recovery.fleet import Fleet
+from recovery.fleet import Fleet, natural
 from recovery.journal import Journal
 from recovery.loop import Loop
 from recovery.messages import (
@@ -71,6 +71,7 @@ class Desk:
         self._stop_s = spec.stop_s
         self._told: set[tuple[str, str, int, int]] = set()
         self._asked_by: dict[int, float] = {}
+        self._save_owed: int | None = None  # a checkpoint of this step or a later one was asked for
 
     def _agents(self, loop: Loop, spec: CoordinatorSpec) -> AgentLink | Fleet:
         """One machine's agent, or those of many; the places of a node are known while it is there."""
@@ -78,8 +79,17 @@ class Desk:
             self.elastic.capacity[spec.node] = spec.places
             return AgentLink(loop, spec.for_agent(), self.on_message, self.on_agent_death)
         fleet = Fleet(loop, spec.fleet, spec.lease_s, self.on_message, self._on_node_death)
-        fleet.joined = lambda node: self.elastic.capacity.__setitem__(node, fleet.spec.ranks_per_node)
+        fleet.joined = lambda node: self._on_node_joined(node, spec.places)
         return fleet
+
+    def _on_node_joined(self, node: str, places: int) -> None:
+        """A spare for now; a run that had to shrink may grow again."""
+        capacity = self.elastic.capacity
+        known = {**capacity, node: places}
+        capacity.clear()
+        capacity.update({name: known[name] for name in sorted(known, key=natural)})
+        if self.attempt is not None:
+            self.elastic.capacity_changed(f"node {node} has joined")
 
     def _on_node_death(self, node: str, pid: int, status: int | None, ours: bool) -> None:
         self.elastic.capacity.pop(node, None)
@@ -124,7 +134,8 @@ class Desk:
         self._set(replace(self.control, stop=True))
 
     def request_save(self) -> None:
-        """Save once more, soon."""
+        """Save once more, soon. If the workers die before they do, those that follow are asked again."""
+        self._save_owed = self.journal.state.step
         self._set(replace(self.control, save=self.control.save + 1))
 
     def _set(self, control: SetControl) -> None:
@@ -231,6 +242,15 @@ class Desk:
             self._current().warm = True
         self.deadlines.learn(told)
         self.journal.extend(told)
+        if self._save_owed is not None and any(isinstance(event, events.Ready) for event in told):
+            self._ask_again_for_the_save(self._save_owed)
+
+    def _ask_again_for_the_save(self, owed: int) -> None:
+        """New workers take what was asked before they came as done."""
+        self._save_owed = None
+        committed = self.journal.state.committed_step
+        if committed is None or committed < owed:
+            self.request_save()
 
     def _is_current(self, attempt: int) -> bool:
         return self.attempt is not None and attempt == self.attempt.number

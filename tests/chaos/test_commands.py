@@ -75,6 +75,21 @@ def test_status_save_stop_and_a_second_run(corpus: str, tmp_path: Path) -> None:
     assert "run" in gone.stderr
 
 
+def test_a_save_asked_for_while_a_worker_is_dead_is_made_by_its_successors(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=ENDLESS)
+    parent = run.start("--set", "checkpoint.every_steps=0")
+    run.wait_for_step(4)
+    run.processes()["worker"][1].kill()
+    asked_at = ask(run.local, "save")["step"]  # nobody can finish a step until there is a new attempt
+    run.wait_for(committed)
+    events = run.events()
+    assert committed(events)[0] >= asked_at
+    assert max(event.attempt for event in events if isinstance(event, AttemptStarted)) == 1
+    assert ftrain("stop", run.url).returncode == 0
+    code, output = finish(parent)
+    assert code == 75, output
+
+
 @pytest.mark.parametrize(
     "how",
     ["ftrain stop", "SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)],
