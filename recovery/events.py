@@ -208,9 +208,9 @@ class TierCommitted(Event, frozen=True, kw_only=True):
 
 
 class StorageNotice(Event, frozen=True, kw_only=True):
-    """Something about storage that a person should know and that stops nothing: what it is about, and a sentence."""
+    """Something about files that a person should know and that stops nothing: what it is about, and a sentence."""
 
-    topic: Literal["create", "local", "mirror", "stale", "owner"]
+    topic: Literal["create", "local", "mirror", "stale", "owner", "profile"]
     text: str
     step: int | None = None
 

@@ -108,6 +108,14 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, tag="times"):
     dtype: str = ""  # of the activations
 
 
+class Traced(msgspec.Struct, frozen=True, kw_only=True, tag="traced"):
+    """Rank 0 to coordinator: a profiler window is over; the ranks' files are in this folder."""
+
+    first: int
+    last: int
+    folder: str
+
+
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
     """Worker to coordinator: this rank's copy of a step is complete in memory."""
 
@@ -150,7 +158,7 @@ class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
 Answer = PackStored | PackFailed
 KeeperMessage = Answer | Owed
 KeeperRequest = Settled | Resend | StoreNewest
-WorkerMessage = Ready | StepDone | StepTimes | SnapshotTaken | SaveSkipped | Doubt | Final
+WorkerMessage = Ready | StepDone | StepTimes | Traced | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode
 decode_request = msgspec.msgpack.Decoder(KeeperRequest).decode

@@ -28,7 +28,7 @@ class MetricsFile:
         self._file = (Path(folder) / "metrics.jsonl").open("ab")
         self._held: list[tuple[StepDone, int, str]] = []
         self._rates: Rates | None = None
-        self._basis: tuple[Config, str] | None = None
+        self._basis: tuple[Config, str, str] | None = None
         self._status: dict[str, Any] = {}
 
     def append(self, done: StepDone, *, attempt: int, layout: str) -> None:
@@ -39,8 +39,9 @@ class MetricsFile:
 
     def times(self, times: StepTimes, config: Config) -> None:
         """Where a step's time went, on ranks that are cut as `config` says."""
-        if self._basis != (config, times.dtype):
-            self._basis, self._rates = (config, times.dtype), Rates.of(config, times.dtype)
+        basis = (config, times.dtype, times.device)
+        if self._basis != basis:
+            self._basis, self._rates = basis, Rates.of(config, dtype=times.dtype, device=times.device)
         while self._held and self._held[0][0].step < times.step:
             self._write(None)
         if self._held and self._held[0][0].step == times.step:

@@ -14,7 +14,7 @@ side (`ftrain.parallel.idle`). Pure: no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -104,6 +104,7 @@ class Clock:
 
     timer: Timer = field(default_factory=HostTimer)
     groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    watcher: Callable[[Activity], None] | None = None  # told of each activity that is entered; for a profiler
     _now: Activity = OTHER
     _held: bool = False
     _marks: list[tuple[Activity, Any]] = field(default_factory=list)
@@ -121,6 +122,8 @@ class Clock:
         if not self._held and self._marks:
             self._now = activity
             self._marks.append((activity, self.timer.now()))
+            if self.watcher is not None:
+                self.watcher(activity)
         return before
 
     @contextmanager

@@ -80,6 +80,7 @@ class Profile(_Part, frozen=True, kw_only=True):
 
     name: str
     title: str
+    device: Annotated[str, Meta(description="pattern of the name by which the device calls itself; empty: any")] = ""
     gpu: Gpu
     server: Server
     tiers: tuple[Tier, ...]

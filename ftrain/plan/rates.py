@@ -12,6 +12,7 @@ Operations are those of whole sequences, whether their targets count in the loss
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -44,12 +45,12 @@ class Rates:
     peak_name: str  # of what; or why there is none
 
     @staticmethod
-    def of(config: Config, dtype: str) -> Rates:
-        """For a run that computes in `dtype` (as torch spells it, without `torch.`)."""
+    def of(config: Config, *, dtype: str, device: str) -> Rates:
+        """For a run that computes in `dtype` (as torch spells it, without `torch.`) on `device` (as it calls itself)."""
         name = config.machine.hardware
         setup = Setup(config=config, profile=profile.load(name or "laptop"), options=Options())
         length = config.data.seq_len
-        peak, said = _peak(name, dtype)
+        peak, said = _peak(name, dtype, device)
         return Rates(
             flops=cost.token_flops(setup) * length,
             flops_full=cost.token_flops(setup, causal=False) * length,
@@ -83,11 +84,13 @@ class Rates:
         return {"peak_tflops": self.peak_tflops, "peak": self.peak_name, "formula": FORMULA}
 
 
-def _peak(name: str, dtype: str) -> tuple[float | None, str]:
+def _peak(name: str, dtype: str, device: str) -> tuple[float | None, str]:
     """The peak in TFLOP/s and what it is of, or None and why."""
     if not name:
         return None, "machine.hardware is not set"
     loaded = profile.load(name)
+    if loaded.device and not re.fullmatch(loaded.device, device):
+        return None, f"machine.hardware is {loaded.name}, the ranks compute on {device}"
     if not loaded.gpu.dense_bf16_tflops:
         return None, f"the profile {loaded.name} names no peak"
     if dtype != "bfloat16":

@@ -19,6 +19,7 @@ from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
 from ftrain.parallel.clock import CHECKPOINT, EVALUATE
 from ftrain.train.numerics import Bounds, NumericsError, Watch
+from ftrain.train.profile import NoWindow, Window
 from ftrain.train.step import StepResult
 from ftrain.train.times import NoTimes, StepTimer
 from ftrain.train.votes import Flags
@@ -88,6 +89,7 @@ class Loop:
     reached: Callable[[str, int], None]
     rank: int
     times: StepTimer = field(default_factory=NoTimes)
+    window: Window = field(default_factory=NoWindow)  # of a profiler
     saves_handled: int = 0
     stored_step: int = 0  # newest step that is in storage already
     watch: Watch = field(init=False)
@@ -108,12 +110,14 @@ class Loop:
             self.reached("step", progress.step)
             if stop:
                 break
+        self.window.close()
         self.times.finish()
         self.saver.finish()
         outcome = "finished" if progress.step >= self.config.run.steps else "stopped"
         return Final(step=progress.step, outcome=outcome)
 
     def _step(self, progress: Progress) -> bool:
+        self.window.before(progress.step + 1)
         begin = time.time()
         self.times.begin()
         result = self._update(progress)
@@ -129,6 +133,7 @@ class Loop:
         self.times.end(result.step)
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
+        self.window.after(result.step)
         self._judge(result)
         return bool(result.flags.stop)
 

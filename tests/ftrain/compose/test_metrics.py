@@ -1,0 +1,95 @@
+"""metrics.jsonl: a line for every step, whole if its ranks lived to tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, decode_worker, encode
+from ftrain.compose.metrics import MetricsFile, memory_text, shares_text
+from ftrain.config import Config
+from ftrain.load import load
+
+CONFIG: Config = load(str(Path(__file__).parents[3] / "configs" / "tiny-dp2.toml"))
+
+
+def done(step: int) -> StepDone:
+    return StepDone(
+        step=step,
+        t_begin=100.0 + step,
+        t_end=100.5 + step,
+        blocked_s=0.0,
+        evaluate_s=0.0,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens=1000,
+        applied=True,
+        sequences=8,
+    )
+
+
+def times(step: int) -> StepTimes:
+    memory = [RankMemory(0, 0, 1 << 20, 0, 2 << 20), RankMemory(1, 1, 1 << 20, 0, 3 << 20)]
+    told = StepTimes(
+        step=step, mean={"compute": 0.4, "data": 0.1}, worst={"data": (1, 0.2)}, memory=memory, device="cpu", dtype="float32"
+    )
+    again = decode_worker(encode(told))  # as it arrives
+    assert again == told
+    return told
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_waits_for_what_the_ranks_tell(tmp_path: Path) -> None:
+    file = MetricsFile(str(tmp_path))
+    file.append(done(1), attempt=0, layout="dp2")
+    assert not lines(tmp_path)
+    file.append(done(2), attempt=0, layout="dp2")
+    file.times(times(1), CONFIG)
+    (line,) = lines(tmp_path)
+    assert line["step"] == 1
+    assert line["tokens_per_s"] == 2000
+    assert line["mean"] == {"compute": 0.4, "data": 0.1}
+    assert line["memory"][1] == [1, 1, 1 << 20, 0, 3 << 20]
+    assert line["tflops"] > 0
+    assert line["mfu"] is None
+    assert line["peak"] == "machine.hardware is not set"
+    file.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_no_step_is_lost_when_its_ranks_die(tmp_path: Path) -> None:
+    file = MetricsFile(str(tmp_path))
+    for step in (1, 2, 3):
+        file.append(done(step), attempt=0, layout="dp2")
+    file.times(times(2), CONFIG)
+    file.append(done(2), attempt=1, layout="dp2")
+    file.append(done(3), attempt=1, layout="dp2")
+    file.times(times(3), CONFIG)
+    file.times(times(9), CONFIG)  # of a step that nobody reported
+    file.close()
+    found = [(line["attempt"], line["step"], "mean" in line) for line in lines(tmp_path)]
+    assert found == [(0, 1, False), (0, 2, True), (0, 3, False), (1, 2, False), (1, 3, True)]
+
+
+def test_status_tells_the_newest_whole_step(tmp_path: Path) -> None:
+    file = MetricsFile(str(tmp_path))
+    assert file.status() == {}
+    file.append(done(1), attempt=0, layout="dp2")
+    file.times(times(1), CONFIG)
+    told = file.status()
+    assert told["tokens_per_s"] == 2000
+    assert "MFU unknown: machine.hardware is not set" in told["speed"]
+    assert told["step_went_to"] == "compute 80%, data 20%"
+    assert told["memory"] == "peak stage 0: 2.00 MiB (rank 0), stage 1: 3.00 MiB (rank 1)"
+    file.close()
+
+
+def test_texts_of_nothing() -> None:
+    assert shares_text({}) == ""
+    assert shares_text({"compute": 0.0}) == ""
+    assert memory_text([]) == ""

@@ -1,0 +1,218 @@
+"""The time of a step on real ranks: a delay that is put somewhere is found there.
+
+The delays are slept, so they are a lower bound whatever else the machine does; the step is small beside them. What is expected
+of "where" is that the bucket holds the delay, and that it is the largest of those that a delay could be mistaken for.
+"""
+
+import statistics
+import time
+
+import pytest
+import torch
+from engines import engine_of
+from pipelines import piped
+from tiny import tiny
+from world import run_world
+
+from ftrain.parallel.mesh import Pending
+from ftrain.ramp import position
+from ftrain.train.times import BUCKETS, Times
+
+DELAY, STEPS = 0.05, 5
+FP32 = {"compute_dtype": "float32"}
+
+
+def nothing(engine):
+    """No delay."""
+
+
+def data_delay(engine):
+    """Reading takes longer, everywhere."""
+    read = engine.dataset.sequences
+
+    def slow(first, count):
+        time.sleep(DELAY)
+        return read(first, count)
+
+    engine.dataset.sequences = slow
+
+
+def stage_delay(engine):
+    """The first forward of a step takes longer on the last rank."""
+    if engine.mesh.rank == engine.mesh.shape.world - 1:
+        asked = engine.passes.pipeline.stages
+        stage = next(iter(asked.values()))
+        forward = stage.forward
+
+        def slow(microbatch, *args, **options):
+            time.sleep(DELAY * (microbatch == 0))
+            return forward(microbatch, *args, **options)
+
+        stage.forward = slow
+
+
+class SlowWork:
+    """A message that is longer on its way."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        self.work.wait()
+        time.sleep(DELAY)
+
+    def is_completed(self):
+        return False
+
+
+def transfer_delay(engine):
+    """Each first activation of a step is longer on its way from stage to stage."""
+    start, seen = engine.mesh.start_transfers, []
+
+    def slow(transfers, *args):
+        started = start(transfers, *args)
+        seen.append(started)
+        receives = [index for index, (_, _, sends) in enumerate(transfers) if not sends]
+        if receives and engine.mesh.coordinate.pp == 1 and not engine.arrived:
+            engine.arrived = True
+            started[receives[0]] = Pending(started[receives[0]].tensor, SlowWork(started[receives[0]].work), engine.mesh.clock)
+        return started
+
+    engine.mesh.start_transfers = slow
+
+
+def reduce_delay(engine):
+    """The sum of gradients over the replicas takes longer on all of them."""
+    start = engine.mesh.start_reduce_scatter
+
+    def slow(flat):
+        pending = start(flat)
+        if engine.arrived:
+            return pending
+        engine.arrived = True
+        return Pending(pending.tensor, SlowWork(pending.work), pending.clock, pending.activity)
+
+    engine.mesh.start_reduce_scatter = slow
+
+
+def measured(rank, config, disturb):
+    engine = engine_of(config, rank)
+    reports = []
+    times = Times(engine.passes, engine.device, report=reports.append)
+    engine.after_vote = times.voted
+    disturb(engine)
+    took = []
+    for step in range(STEPS):
+        engine.arrived = False
+        begin = time.perf_counter()
+        times.begin()
+        engine.train_step(step=step + 1, first_sequence=position(config, step))
+        times.end(step + 1)
+        took.append(time.perf_counter() - begin)
+    times.finish()
+    return reports, took
+
+
+def run(config, disturb):
+    """Reports of all steps but the first, which builds programs, and what the ranks' steps took."""
+    world = config.parallel.ranks
+    results = run_world(measured, world, config, disturb) if world > 1 else [measured(0, config, disturb)]
+    reports = results[0][0]
+    assert [report.step for report in reports] == list(range(1, STEPS + 1))
+    assert all(not others for others, _ in results[1:])
+    return reports[1:], [took[1:] for _, took in results]
+
+
+def middle(reports, bucket):
+    """Its seconds in the median step: mean over the ranks, and the rank with most."""
+    return (
+        statistics.median(report.mean[bucket] for report in reports),
+        statistics.median(report.worst[bucket][1] for report in reports),
+    )
+
+
+def test_one_process_accounts_for_its_whole_step():
+    reports, (took,) = run(tiny(machine=FP32, model={"hidden": 128, "ffn": 256}, batch={"global_batch": 16}), data_delay)
+    for report, seconds in zip(reports, took, strict=True):
+        assert set(report.mean) == set(BUCKETS)
+        assert sum(report.mean.values()) == pytest.approx(seconds, rel=0.02)
+        assert report.mean["data"] >= DELAY
+    assert statistics.median(report.mean["other"] / sum(report.mean.values()) for report in reports) <= 0.05
+    assert reports[0].dtype == "float32"
+    assert reports[0].memory[0].peak >= reports[0].memory[0].used > 10 * 2**20
+
+
+def test_measuring_changes_no_bit():
+    config = tiny(machine=FP32)
+    plain, watched = engine_of(config), engine_of(config)
+    times = Times(watched.passes, watched.device, report=lambda report: None)
+    watched.after_vote = times.voted
+    for step in range(3):
+        times.begin()
+        result = watched.train_step(step=step + 1, first_sequence=position(config, step))
+        times.end(step + 1)
+        assert result == plain.train_step(step=step + 1, first_sequence=position(config, step))
+    for ours, theirs in zip(watched.pieces(), plain.pieces(), strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor)
+
+
+@pytest.mark.dist
+def test_slow_data_on_all_replicas_is_data():
+    reports, _ = run(tiny(ranks=2, machine=FP32), data_delay)
+    assert middle(reports, "data")[0] >= DELAY
+
+
+@pytest.mark.dist
+def test_a_slow_replica_is_imbalance_for_the_other():
+    """The slow one computes for longer; the other waits for it in a collective, which is not the collective's fault."""
+    reports, _ = run(tiny(ranks=2, machine=FP32), stage_delay)
+    assert middle(reports, "imbalance")[1] >= 0.8 * DELAY
+    assert middle(reports, "compute")[1] >= DELAY
+    assert all(report.worst["compute"][0] == 1 for report in reports)
+    assert middle(reports, "dp")[1] < middle(reports, "imbalance")[1]
+
+
+@pytest.mark.dist
+def test_a_slow_link_between_replicas_is_dp():
+    reports, _ = run(tiny(ranks=2, machine=FP32), reduce_delay)
+    assert middle(reports, "dp")[0] >= DELAY
+    assert middle(reports, "imbalance")[0] < middle(reports, "dp")[0]
+
+
+@pytest.mark.dist
+def test_a_slow_tensor_parallel_rank_is_imbalance_for_the_other():
+    reports, _ = run(tiny(ranks=2, parallel={"tp": 2}, machine=FP32), stage_delay)
+    assert middle(reports, "imbalance")[1] >= 0.8 * DELAY
+    assert middle(reports, "tp")[1] < middle(reports, "imbalance")[1]
+
+
+@pytest.mark.dist
+def test_a_slow_stage_is_imbalance_and_not_bubble():
+    """On paper: the same work spread evenly would make the bubble longer only by what p - 1 actions grow."""
+    reports, _ = run(piped(), stage_delay)
+    assert middle(reports, "imbalance")[1] >= 0.5 * DELAY
+    assert middle(reports, "bubble")[1] < middle(reports, "imbalance")[1]
+    assert middle(reports, "pp")[1] < middle(reports, "imbalance")[1]
+
+
+@pytest.mark.dist
+def test_a_slow_link_between_stages_is_pp():
+    reports, _ = run(piped(), transfer_delay)
+    assert middle(reports, "pp")[1] >= 0.8 * DELAY
+    assert middle(reports, "imbalance")[1] < middle(reports, "pp")[1]
+    assert middle(reports, "bubble")[1] < middle(reports, "pp")[1]
+
+
+@pytest.mark.dist
+def test_every_axis_at_once_adds_up():
+    """tp, pp and dp together with reductions and gathers beside the computation, and an unequal number of micro-batches."""
+    config = piped(
+        "1f1b", ranks=8, parallel={"tp": 2, "overlap_reduce": True, "overlap_gather": True}, batch={"global_batch": 9}
+    )
+    reports, took = run(config, nothing)
+    for index, report in enumerate(reports):
+        mean = statistics.mean(rank[index] for rank in took)
+        assert sum(report.mean.values()) == pytest.approx(mean, rel=0.05)
+        assert min(report.mean.values()) >= 0
+        assert {of_rank.stage for of_rank in report.memory} == {0, 1}
+    assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "tp", "pp", "dp", "data"))
