@@ -25,7 +25,9 @@ from ftrain.checkpoint.messages import (
     Settled,
     SnapshotTaken,
     StepDone,
+    StepTimes,
     StoreNewest,
+    Traced,
     decode_keeper,
     decode_worker,
     encode,
@@ -39,7 +41,7 @@ from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.last import LastState
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.places import Places
-from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
+from ftrain.compose.steps import config_changes, passed_over, step_events, step_status, traced
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
@@ -212,6 +214,11 @@ class RunDelegate(ElasticDelegate):
             return self._on_skipped(message, attempt)
         if isinstance(message, Doubt):
             return self._doubts.on_doubt(message, attempt)
+        if isinstance(message, StepTimes):
+            self._metrics.times(message, self._layouts.now)
+            return []
+        if isinstance(message, Traced):
+            return [traced(message, attempt)]
         self._last.final = message
         return []
 
@@ -385,6 +392,7 @@ class RunDelegate(ElasticDelegate):
             "memory_step": self._memory_step,
             "steps": self._config.run.steps,
             **step_status(self._last_step),
+            **self._metrics.status(),
             "collect_error": self._committer.collect_error if self._committer else "",
             **self._places.status(),
         }

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
-from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, encode
+from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.compose.args import WorkerArgs
@@ -33,7 +33,9 @@ from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape
 from ftrain.train.environment import mismatches, numeric_environment
 from ftrain.train.loop import Loop, Progress
+from ftrain.train.profile import NoWindow, Profiler, Window
 from ftrain.train.step import Engine
+from ftrain.train.times import Times
 from recovery.worker import WorkerContext
 from storage.objects import open_store
 from storage.run import RunStore
@@ -164,7 +166,8 @@ def _loop(
         reached=faults.reached,
         overlap=config.checkpoint.overlap,
     )
-    engine.before_update = saver.finish
+    times = Times(engine.passes, engine.device, report=lambda message: context.send(encode(message)))
+    engine.before_update, engine.after_vote = saver.finish, times.voted
     return Loop(
         config=config,
         engine=engine,
@@ -174,9 +177,26 @@ def _loop(
         beat=lambda phase, step: context.heartbeat.beat(phase, step=step),
         reached=faults.reached,
         rank=context.rank,
+        times=times,
+        window=_window(context, args, config, engine),
         saves_handled=context.control.save,
         stored_step=args.stored_step,
     )
+
+
+def _window(context: WorkerContext, args: WorkerArgs, config: Config, engine: Engine) -> Window:
+    """What traces the steps that `machine.profile_steps` names."""
+    if not config.machine.profile_steps:
+        return NoWindow()
+    first, last = config.machine.profile_steps
+    name = f"attempt-{context.attempt}-steps-{{}}-{{}}-rank-{context.rank}.json"
+
+    def written(first: int, last: int, path: Path) -> None:
+        if context.rank == 0:
+            context.send(encode(Traced(first=first, last=last, folder=str(path.parent))))
+
+    path = Path(args.local_dir) / "profiles" / name
+    return Profiler((first, last), path, engine.mesh.clock, engine.device, written=written)
 
 
 def _ready(rank: int, restored: Restored) -> Ready:
