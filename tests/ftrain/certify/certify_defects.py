@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 
-from ftrain.model import init, transformer
-from ftrain.parallel import mesh, ops, optimizer, weight
+from ftrain.model import attention, init, transformer
+from ftrain.parallel import context, mesh, ops, optimizer, weight
 from ftrain.train import passes, step
 
 DEFECTS = {}
@@ -68,8 +68,9 @@ def copies_of_kv_heads_not_summed():
 def dropped_layer():
     """30 layers silently built as 28 (Megatron-LM 1304)."""
 
-    def forward(original, self, x, part=None):
-        return original(self, x, [name for name in (self.blocks if part is None else part) if name != "layers.1"])
+    def forward(original, self, x, part=None, documents=None):
+        kept = [name for name in (self.blocks if part is None else part) if name != "layers.1"]
+        return original(self, x, kept, documents)
 
     with patched(transformer.Transformer, "forward", forward):
         yield
@@ -206,6 +207,71 @@ def gradients_accumulated_in_bf16():
         matrix.main_grad.copy_(matrix.main_grad.bfloat16())
 
     with patched(weight, "accumulate", accumulate):
+        yield
+
+
+@defect("cp=2", r"layers\.1\.mlp\.w2")
+def context_loss_scaled_by_own_tokens():
+    """Each rank divides by the tokens it has itself (Megatron-LM 906, 673)."""
+
+    def accumulate(original, self, parts, scale):
+        own = sum(int(part.part(self.context).valid.sum()) for part in parts)
+        return original(self, parts, 1 / (own * self.mesh.shape.cp))
+
+    with patched(passes.Passes, "accumulate", accumulate):
+        yield
+
+
+@defect("cp=2", r"layers\.1\.attention\.w[kv]")
+def gradients_of_keys_and_values_stay_abroad():
+    """Each rank keeps what its own queries make of its own keys (Megatron-LM 1465)."""
+    with patched(context._Whole, "home", lambda original, self: self._sums[self.group.index]):
+        yield
+
+
+@defect("cp=2,cp_exchange=ring", r"layers\.1\.attention\.w[kv]")
+def gradients_come_home_one_place_early():
+    """The last pass of the ring is forgotten: a rank takes its neighbour's."""
+
+    def home(original, self):
+        original(self)
+        return self._other if self.group.size > 1 else self._sums
+
+    with patched(context._Travelling, "home", home):
+        yield
+
+
+@defect("cp=2,cp_exchange=ring", r"layers\.1\.attention\.wq")
+def backward_of_a_block_with_its_own_lse():
+    """As if each block had been all there is."""
+
+    def backward(original, merged, operands, *where):
+        out, lse = attention.block_attention(*operands, *where)
+        return original(merged._replace(out=out, lse=lse), operands, *where)
+
+    with patched(attention, "block_attention_backward", backward):
+        yield
+
+
+@defect("cp=2", r"layers\.0\.attention\.wq")
+def positions_counted_on_each_rank():
+    """Rotary positions as if the rank's part were a sequence of its own."""
+
+    def tables(original, spans, *options):
+        return original((range(sum(map(len, spans))),), *options)
+
+    with patched(transformer, "rotary_tables", tables):
+        yield
+
+
+@defect("cp=2,data.document_mask=true", r"layers\.1\.attention\.wv")
+def documents_of_the_wrong_positions():
+    """Keys take document numbers as if every block were the beginning of the sequence."""
+
+    def documents(original, self, whole):
+        return original(self._replace(k_pos=(range(sum(map(len, self.k_pos))),)), whole)
+
+    with patched(attention.Block, "documents", documents):
         yield
 
 

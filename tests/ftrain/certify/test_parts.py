@@ -45,9 +45,9 @@ def test_layouts_of_one_model_are_compared_with_the_same_process():
 
 def test_everything_wrong_with_a_list_is_said_at_once():
     with pytest.raises(ConfigProblems) as caught:
-        layouts("tp=3;pp=9;dp=x;cp=2;speed=1;tp=2")
+        layouts("tp=3;pp=9;dp=x;cp=3;speed=1;tp=2")
     problems = [str(problem) for problem in caught.value.problems]
-    for name in ("tp=3", "pp=9", "dp=x", "cp=2", "speed=1"):
+    for name in ("tp=3", "pp=9", "dp=x", "cp=3", "speed=1"):
         assert any(problem.startswith(f"{name}: ") for problem in problems), (name, problems)
     assert not any(problem.startswith("tp=2:") for problem in problems)
     with pytest.raises(ConfigProblems, match="no layout"):
