@@ -59,19 +59,19 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
 def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_json: bool) -> None:
     """The report of all attempts, with what the planner had said of them."""
     from ftrain.compose.packets import waiting
-    from ftrain.view import grade, pace
+    from ftrain.view import grade, pace, went
     from ftrain.view.record import metrics_of, recorded
     from recovery.report_text import lines
 
     run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
-    packet, graded, paced = waiting(events, folder), grade.grade(run), pace.pace(run)
+    packet, graded, paced, time = waiting(events, folder), grade.grade(run), pace.pace(run), went.went(run)
     grade.keep(graded, folder)
     if html:
         _write(html, run)
     if as_json:
-        render.json({**run.report.to_json(), "packet": packet, "grade": graded, "pace": paced})
+        render.json({**run.report.to_json(), "packet": packet, "grade": graded, "pace": paced, "step_time": time})
         return
-    told_lines = [*lines(run.report), "", *pace.lines(paced), *grade.lines(graded)]
+    told_lines = [*lines(run.report), "", *went.lines(time), "", *pace.lines(paced), *grade.lines(graded)]
     render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))
 
 

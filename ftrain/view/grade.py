@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ftrain.plan.time import utilisation
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import show
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
+from ftrain.view.went import went
 
 FILE = "grade.json"
 
@@ -53,11 +53,10 @@ def grade(run: Recorded) -> Grade:
         said = predict(run.config)
     except ValueError as error:
         return Grade(note=f"not predicted: {error}")
-    found, profile = measured(run), said.setup.profile
+    found, profile, speed = measured(run), said.setup.profile, went(run)
     mfu, mfu_of = None, ""
-    if profile.peak_flops and found.step:
-        mfu = utilisation(said.setup, found.step.value)
-        mfu_of = f"of {profile.gpu.dense_bf16_tflops:g} TFLOP/s dense bf16 a GPU; model FLOPs with causal attention halved"
+    if speed is not None and speed.speed.mfu is not None:  # of a profile that the config names, never of one assumed here
+        mfu, mfu_of = speed.speed.mfu, f"of {speed.speed.peak} a GPU; model FLOPs with causal attention halved"
     return Grade(hardware=profile.name, rows=tuple(_rows(said, found)), mfu=mfu, mfu_of=mfu_of)
 
 
