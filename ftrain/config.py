@@ -435,6 +435,14 @@ class Recovery(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, description="an agent without coordinator for this long ends its workers", extra=FREE)
     ] = 60.0
     collective_s: Annotated[float, Meta(gt=0, description="time limit of a collective", extra=FREE)] = 120.0
+    nodes_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="longest wait for enough nodes; then the run goes on with fewer, if `elastic`, or ends with code 11",
+            extra=FREE,
+        ),
+    ] = 600.0
 
 
 class Fault(Section, frozen=True, kw_only=True):
@@ -458,7 +466,28 @@ class Machine(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float64"],
         Meta(description="dtype of activations; auto: bfloat16 where the hardware has it, else float32", extra=RECORDED),
     ] = "auto"
-    interface: Annotated[str, Meta(description="network interface of the collectives", extra=FREE)] = "lo"
+    interface: Annotated[
+        str,
+        Meta(
+            description="network interface of collectives and control plane; several, separated by commas: the first that a "
+            "node has",
+            extra=FREE,
+        ),
+    ] = "lo"
+    ranks_per_node: Annotated[
+        int, Meta(ge=0, description="ranks (GPUs) of each node; 0: all ranks are on one machine", extra=FREE)
+    ] = 0
+    shared_dir: Annotated[
+        str,
+        Meta(
+            description="with ranks_per_node: folder that all nodes see, for the run's key and the coordinator's address; "
+            "empty: the run's local folder",
+            extra=FREE,
+        ),
+    ] = ""
+    port: Annotated[
+        int, Meta(ge=0, le=65_535, description="port at which the coordinator waits for the nodes; 0: any", extra=FREE)
+    ] = 0
     hardware: Annotated[
         str,
         Meta(
@@ -471,6 +500,35 @@ class Machine(Section, frozen=True, kw_only=True):
         tuple[int, ...],
         Meta(description="first and last step that torch.profiler traces on every rank; empty: none", extra=FREE),
     ] = ()
+
+
+class Slurm(Section, frozen=True, kw_only=True):
+    """What `ftrain submit` asks Slurm for. Empty values are left to the cluster."""
+
+    nodes: Annotated[
+        int, Meta(ge=0, description="nodes of the job; 0: parallel.ranks / machine.ranks_per_node, and spare_nodes", extra=FREE)
+    ] = 0
+    spare_nodes: Annotated[int, Meta(ge=0, description="nodes beyond what the ranks need, held warm", extra=FREE)] = 0
+    partition: Annotated[str, Meta(description="partition", extra=FREE)] = ""
+    account: Annotated[str, Meta(description="account", extra=FREE)] = ""
+    qos: Annotated[str, Meta(description="quality of service", extra=FREE)] = ""
+    time: Annotated[
+        str, Meta(pattern=r"^(|\d+|(\d+-)?\d+(:\d+){0,2})$", description="time limit as Slurm writes it", extra=FREE)
+    ] = ""
+    signal_s: Annotated[
+        int, Meta(ge=0, le=65_535, description="SIGUSR1 so many seconds before the end; 0: none", extra=FREE)
+    ] = 300
+    requeue: Annotated[
+        bool, Meta(description="a job whose time or node is taken away goes back into the queue, and goes on", extra=FREE)
+    ] = True
+    container_image: Annotated[str, Meta(description="image of Pyxis/Enroot that the ranks run in", extra=FREE)] = ""
+    container_mounts: Annotated[
+        tuple[str, ...], Meta(description='what the container sees: "/from:/to[:flags]"', extra=FREE)
+    ] = ()
+    sbatch: Annotated[
+        tuple[str, ...], Meta(description='further options of sbatch: "--exclusive", "--gpus-per-node=8"', extra=FREE)
+    ] = ()
+    srun: Annotated[tuple[str, ...], Meta(description="further options of the srun that starts the nodes", extra=FREE)] = ()
 
 
 class Certify(Section, frozen=True, kw_only=True):
@@ -497,6 +555,7 @@ class Config(Section, frozen=True, kw_only=True):
     storage: Storage = Storage()
     recovery: Recovery = Recovery()
     machine: Machine = Machine()
+    slurm: Slurm = Slurm()
     certify: Certify = Certify()
     faults: Annotated[tuple[Fault, ...], Meta(description="faults to inject", extra=FREE)] = field(default=())
 

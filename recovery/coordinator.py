@@ -146,8 +146,10 @@ class Coordinator:
                 continue
             case = self._inquest.conclude(result)
             previous = case.info
-            on = self.desk.elastic.blame(case.verdict, case.decision)
-            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=len(self._nodes) + on)
+            # what a lost node held is gone by itself, and where there are many, another may come
+            on = case.info.agent_survived and self.desk.elastic.blame(case.verdict, case.decision)
+            num_nodes = 2 if on or self.spec.fleet is not None else 1
+            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=num_nodes)
             if ending is None and self.loop.wait_for(self._stop_asked, case.decision.wait_s):
                 ending = self._stopped()
             if ending is not None:
@@ -194,8 +196,7 @@ class Coordinator:
         return self.agent.ready(self.delegate.num_nodes(), self._left_out())
 
     def _left_out(self) -> tuple[str, ...]:
-        state = self.desk.journal.state
-        return left_out(state.history, state.out, self.agent.available(), time.time(), self.limits)
+        return left_out(self.desk.journal.state.out)
 
     def _too_few(self, waited_s: float) -> Ending | None:
         """Go on with what is there, if a layout fits; else somebody must find more machines."""
@@ -231,18 +232,23 @@ class Coordinator:
 
     def _start(self, previous: AttemptEndInfo | None) -> None:
         number = max(self.desk.journal.state.attempt, *(hello.attempt for hello in self.agent.hellos)) + 1
-        self._nodes = choose(self._nodes, self.agent.available(self._left_out()), self.delegate.num_nodes())
-        plan = self.delegate.plan_attempt(number, previous)
+        try:
+            plan = self.delegate.plan_attempt(number, previous)
+        except ValueError as error:
+            raise CannotStartError(str(error)) from error
         self.desk.journal.extend(plan.decided)
-        per_node = self.spec.fleet.ranks_per_node if self.spec.fleet is not None else len(plan.workers)
-        nodes = assign(self._nodes, len(plan.workers), per_node)
+        nodes = self._seats(len(plan.workers))
+        self._nodes = tuple(dict.fromkeys(nodes[rank] for rank in sorted(nodes)))
         self.agent.place(nodes, {worker.rank: worker.memfds for worker in plan.workers})
         if plan.release:
             self.agent.send(Release(names=plan.release))
         answer = self._handling.ask(Prepare(memfds=plan.memfds), (Prepared, PrepareFailed), self.spec.prepare_s)
-        if not isinstance(answer, Prepared):
-            reason = answer.reason if isinstance(answer, PrepareFailed) else "the agent does not answer"
-            raise CannotStartError(reason)
+        if isinstance(answer, PrepareFailed):
+            raise CannotStartError(answer.reason)
+        if answer is None:  # one that does not answer is no use to anybody, dead or not
+            self.agent.kill()
+            self._handling.until(lambda: False, self.spec.teardown_s)
+            raise AgentLostError
         started = events.AttemptStarted(
             t=time.time(),
             attempt=number,
@@ -263,6 +269,14 @@ class Coordinator:
                 memo=plan.memo,
             )
         )
+
+    def _seats(self, ranks: int) -> dict[int, str]:
+        """Rank -> node: where the delegate has placed it, else node after node."""
+        seats = {rank: place.node for rank in range(ranks) if (place := self.delegate.place_of(rank)) is not None}
+        if len(seats) == ranks:
+            return seats
+        per_node = self.spec.fleet.ranks_per_node if self.spec.fleet is not None else ranks
+        return assign(choose(self._nodes, self.agent.available(self._left_out()), self.delegate.num_nodes()), ranks, per_node)
 
     def _watch(self) -> Ending | Trouble | AttemptEndInfo:
         """Until all workers have left well, or something is wrong."""

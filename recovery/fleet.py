@@ -101,7 +101,7 @@ class Fleet:
 
     @property
     def quiet(self) -> bool:
-        """Whether some node of the attempt is not heard of: until it is lost or back, nobody's lack of progress means anything."""
+        """Whether some node of the attempt is not heard of: until it is lost or back, no lack of progress means anything."""
         return any(not member.line.connected for member in self._crew())
 
     @property
@@ -116,7 +116,7 @@ class Fleet:
     def available(self, left_out: Sequence[str] = ()) -> tuple[str, ...]:
         """Nodes that can be used now, in the order of their names."""
         ready = (node for node, member in self._members.items() if member.line.connected and node not in left_out)
-        return tuple(sorted(ready, key=_natural))
+        return tuple(sorted(ready, key=natural))
 
     def expect(self, attempt: int, ranks: int) -> None:
         """An earlier coordinator started this attempt, and the ledger does not know its end."""
@@ -367,7 +367,7 @@ def _prepared(parts: Mapping[str, Any]) -> Prepared:
     return Prepared(names=names, kept=tuple(name for part in parts.values() for name in part.kept))
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """n2 comes before n10."""
     words: list[str] = []
     for letter in name:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recovery.nodes import exclusions
 from recovery.places import WHOLE_NODE, Out
-from recovery.policy import History, Limits
 
 
 def choose(previous: Sequence[str], available: Sequence[str], needed: int) -> tuple[str, ...]:
@@ -33,8 +31,6 @@ def assign(nodes: Sequence[str], ranks: int, ranks_per_node: int) -> dict[int, s
     return {rank: nodes[rank // ranks_per_node] for rank in range(ranks)}
 
 
-def left_out(history: History, out: Sequence[Out], nodes: Sequence[str], now_t: float, limits: Limits) -> tuple[str, ...]:
-    """Nodes that must not be used now: drained by a person, or blamed and in quarantine."""
-    drained = {entry.place.node for entry in out if entry.place.slot == WHOLE_NODE}
-    blamed = exclusions(history, nodes, now_t, limits).until
-    return tuple(node for node in nodes if node in drained or node in blamed)
+def left_out(out: Sequence[Out]) -> tuple[str, ...]:
+    """Nodes that must not be used now as a whole."""
+    return tuple(entry.place.node for entry in out if entry.place.slot == WHOLE_NODE)

@@ -12,10 +12,12 @@ class Together:
     """Waits for an answer of each node; `done` is called once, with those that came."""
 
     def __init__(self, nodes: Iterable[str], done: Callable[[Mapping[str, Any]], None]) -> None:
-        """Nothing has come yet."""
+        """Nothing has come yet; of no nodes, nothing will."""
         self._missing = set(nodes)
         self._parts: dict[str, Any] = {}
         self._done: Callable[[Mapping[str, Any]], None] | None = done
+        if not self._missing:
+            self.finish()
 
     def answer(self, node: str, message: Any) -> None:
         """One node's answer."""

@@ -16,7 +16,7 @@ from storage.manifest import Manifest, PackInfo, PackManifest
 from storage.pack import ArraySpec
 from storage.parts import PartTable
 
-__all__ = ["merge", "tiling"]
+__all__ = ["join", "merge", "tiling"]
 
 
 def merge(
@@ -34,6 +34,32 @@ def merge(
     `deliveries` may be a generator: each one is turned into columns at once. `expected` are the arrays that must be there;
     without it an array that no writer knows of cannot be missed. A pack without parts is left out.
     """
+    manifest, problems = join(
+        deliveries, step=step, epoch=epoch, attempt=attempt, progress=progress, created_s=created_s, expected=expected
+    )
+    problems += tiling(manifest)
+    if problems:
+        text = f"the boxes of step {step} do not make up the state: {'; '.join(problems[:8])}"
+        raise CoverageError(text, problems=problems)
+    broken = manifest.problems()
+    if broken:
+        raise FormatError(f"what the writers delivered for step {step} breaks the format: {'; '.join(broken[:8])}")
+    return manifest
+
+
+def join(
+    deliveries: Iterable[PackManifest],
+    *,
+    step: int,
+    epoch: int,
+    attempt: int,
+    progress: dict[str, Any],
+    created_s: float,
+    expected: Sequence[ArraySpec] | None = None,
+) -> tuple[Manifest, list[str]]:
+    """The same of some of the writers, and what is wrong with their packs. What they leave open is not looked at: such a
+    manifest is for reading what is there, never for a commit.
+    """
     gathered = _Gathered(expected)
     for delivery in deliveries:
         gathered.add(delivery)
@@ -49,14 +75,7 @@ def merge(
         digests={name: gathered.digests.get(name, 0) for name in names},
         progress=progress,
     )
-    problems = gathered.problems + tiling(manifest)
-    if problems:
-        text = f"the boxes of step {step} do not make up the state: {'; '.join(problems[:8])}"
-        raise CoverageError(text, problems=problems)
-    broken = manifest.problems()
-    if broken:
-        raise FormatError(f"what the writers delivered for step {step} breaks the format: {'; '.join(broken[:8])}")
-    return manifest
+    return manifest, list(gathered.problems)
 
 
 class _Gathered:

@@ -121,7 +121,7 @@ def _from_memory(
         slots[name].seal()
     agreed(None)  # nobody reads before all slots are sealed
     tier = ArenaStore(slots)
-    problem = agreed(_attempt(lambda: _load(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
+    problem = agreed(attempt(lambda: load_pieces(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
     progress, proof = slots[snapshot.slots[0]].progress(), "crc32c of every chunk"
     if problem is None and progress.get("layout", layout) != layout:
         saved = _digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
@@ -149,10 +149,10 @@ def _from_local(engine: Restorable, run: RunStore, step: int) -> Restored | str:
 
     def load() -> None:
         opened.append(run.open(step))
-        _load(engine, opened[0])
+        load_pieces(engine, opened[0])
 
     try:
-        problem = _attempt(load)
+        problem = attempt(load)
     except StorageError as error:
         problem = str(error)
     problem = agreed(problem) or _prove(engine, opened[0].manifest)
@@ -167,7 +167,7 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
     without = {info.step: "newer than what this attempt was started from" for info in run.checkpoints() if info.step > newest}
     while True:
         checkpoint = _agree(run, without)
-        problem = agreed(_attempt(lambda checkpoint=checkpoint: _load(engine, checkpoint)))  # type: ignore[misc]
+        problem = agreed(attempt(lambda checkpoint=checkpoint: load_pieces(engine, checkpoint)))  # type: ignore[misc]
         if problem is None:
             problem = _prove(engine, checkpoint.manifest)
             if problem is None:
@@ -201,7 +201,7 @@ def _agree(run: RunStore, without: dict[int, str]) -> Checkpoint:
     return mine or run.open(step)
 
 
-def _attempt(action: Callable[[], None]) -> str | None:
+def attempt(action: Callable[[], None]) -> str | None:
     """Run `action`; what is wrong with the candidate, or None. Trouble with the store itself is not the candidate's
     fault: raised.
     """
@@ -212,7 +212,7 @@ def _attempt(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _load(engine: Restorable, checkpoint: Checkpoint) -> None:
+def load_pieces(engine: Restorable, checkpoint: Checkpoint) -> None:
     """Fill the engine's pieces. Weights are not read: they are the rounded masters, by the format's invariant."""
     _check_shapes(engine.array_specs(), checkpoint.manifest)
     pieces = [piece for piece in engine.pieces() if not piece.array.startswith("weights/")]

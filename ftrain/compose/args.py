@@ -26,8 +26,10 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     slot: int = 0  # place on its node: which GPU
     slots: int = 1  # places of that node
+    spread: bool = False  # whether other ranks' slots are on other nodes
     evidence: bool = False  # more of it than usual
-    port: int = 0  # added by the agent
+    port: int = 0  # added by the agent, as the host is
+    host: str = "127.0.0.1"
 
 
 class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):

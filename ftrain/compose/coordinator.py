@@ -17,8 +17,9 @@ from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.exporter import Exporter
-from ftrain.compose.launch import keeper_argv
+from ftrain.compose.launch import keeper_args, keeper_argv
 from ftrain.compose.ledgers import StoreSink
+from ftrain.compose.nodes import fleet_spec, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.stores import limit_traffic, open_configured
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung
@@ -78,12 +79,18 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         policies=policies(config),
         endwatch=endwatch,
     )
+    env = {"OPENBLAS_NUM_THREADS": "1"}
+    fleet = fleet_spec(config, folder)
+    if fleet is not None:
+        tell_nodes(config, folder, preload=WORKER_MODULE, keeper=keeper_args(config, folder), env=env)
     spec = CoordinatorSpec(
         local_dir=folder,
-        places=config.parallel.ranks + recovery.spares,
+        node=this_node() if fleet is not None else "localhost",
+        fleet=fleet,
+        places=config.machine.ranks_per_node or config.parallel.ranks + recovery.spares,
         zygote_preload=WORKER_MODULE,
         keeper_argv=tuple(keeper_argv(folder)),
-        env={"OPENBLAS_NUM_THREADS": "1"},
+        env=env,
         lease_s=recovery.lease_s,
         hang_s=recovery.hang_s,
         hang_floor_s=recovery.hang_floor_s,

@@ -9,6 +9,7 @@ from typing import Any
 from ftrain.compose.args import Launch
 from ftrain.compose.launch import relaunch
 from ftrain.compose.layouts import Layouts
+from ftrain.compose.nodes import num_nodes
 from ftrain.config import Config
 from recovery.delegate import Delegate
 from recovery.events import Event
@@ -21,6 +22,10 @@ class ElasticDelegate(Delegate):
     def __init__(self, launch: Launch, config: Config, folder: Path) -> None:
         self._launch, self._folder = launch, folder
         self._layouts = Layouts(config)
+
+    def num_nodes(self) -> int:
+        """Nodes for the ranks of the layout as it is."""
+        return num_nodes(self._layouts.now, self._layouts.ranks)
 
     def place_of(self, rank: int) -> Place | None:
         """Where a rank sits."""

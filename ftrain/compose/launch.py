@@ -17,6 +17,7 @@ from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
+from ftrain.compose.nodes import fleet_spec
 from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
@@ -24,6 +25,7 @@ from ftrain.load import fingerprint
 from recovery.agent_record import living_agent
 from recovery.launch import python
 from recovery.memory import check_fits, room
+from recovery.network import NoInterfaceError
 from recovery.owner import claim
 from storage.errors import ConfigurationError
 from storage.objects import check_store
@@ -58,6 +60,7 @@ def prepare(
     reasons = found.refused(accept=accept_change)
     if reasons:
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
+    check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     folder = local_dir(config)
     _check_local(folder, fingerprint(config), take_over=take_over)
@@ -125,6 +128,14 @@ def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
         ) from error
 
 
+def check_network(config: Config) -> None:
+    """The nodes of a run on several machines will look for this one on its interface."""
+    try:
+        fleet_spec(config, local_dir(config))
+    except NoInterfaceError as error:
+        raise RefusedError([str(error)]) from error
+
+
 def check_data(config: Config) -> None:
     """A corpus that is not there would end every worker one by one: say so first (RefusedError)."""
     missing = [
@@ -168,7 +179,10 @@ def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
 
 def check_memory(config: Config) -> None:
     """Arenas past the memory limit would be killed, not refused, by the kernel: refuse them first (MemoryLimitError)."""
-    check_fits(sum(rank_slot_nbytes(config)) * config.checkpoint.slots, room())
+    sizes = rank_slot_nbytes(config)
+    on_a_node = config.machine.ranks_per_node or len(sizes)
+    largest = max(sum(sizes[first : first + on_a_node]) for first in range(0, len(sizes), on_a_node))
+    check_fits(largest * config.checkpoint.slots, room())
 
 
 def _write(path: Path, record: Any) -> None:

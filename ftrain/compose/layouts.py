@@ -140,7 +140,9 @@ class Layouts:
                 rank,
                 replace(
                     args,
-                    own_slots=[name for name in args.own_slots if f"-r{rank:05d}-" in name],
+                    own_slots=of_ranks(args.own_slots, [rank]),
+                    source_slots=self._sources(args, rank),
+                    spread=self.spread,
                     slot=self.places[rank].slot if self.places else rank,
                     slots=slots,
                 ),
@@ -148,6 +150,18 @@ class Layouts:
             )
             for rank in range(self.ranks)
         )
+
+    @property
+    def spread(self) -> bool:
+        """Whether the ranks sit on several nodes, each with its own memory."""
+        return len({place.node for place in self.places}) > 1
+
+    def _sources(self, args: WorkerArgs, rank: int) -> list[str]:
+        """The slots that a rank may read a snapshot from: all, or those of its own node in the layout as it is."""
+        if not self.spread:
+            return args.source_slots
+        here = [other for other, place in enumerate(self.places) if place.node == self.places[rank].node]
+        return of_ranks(args.own_slots, here)
 
     # -- memory areas ----------------------------------------------------------------------------------------------------
 
@@ -212,6 +226,12 @@ class Layouts:
             self.now = replace(self.wish, parallel=msgspec.convert(memo.parallel, Parallel))
         self._held = {**memo.held, self.generation: self.areas()}
         self._attempts[memo.attempt] = self.ranks, self.generation
+
+
+def of_ranks(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    """The slots of these ranks."""
+    marks = [f"-r{rank:05d}-" for rank in ranks]
+    return [name for name in names if any(mark in name for mark in marks)]
 
 
 def fits_beside(own: Mapping[str, int]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
+from ftrain.checkpoint.spread import from_spread_memory
 from ftrain.compose.args import WorkerArgs
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
@@ -66,7 +68,7 @@ def main(context: WorkerContext) -> None:
     torch.set_num_threads(config.machine.threads)
     context.heartbeat.beat("rendezvous")
     device = choose(config.machine, args.slot, args.slots)
-    _join(context, args.port, config.parallel.ranks, config.recovery.collective_s, backend(device))
+    _join(context, (args.host, args.port), config.parallel.ranks, config.recovery.collective_s, backend(device))
     context.heartbeat.beat("build")
     slots = {name: ArenaSlot(fd, populate=name in args.own_slots) for name, fd in context.fds.items()}
     for name in args.own_slots:
@@ -209,15 +211,14 @@ def _ready(rank: int, restored: Restored) -> Ready:
     )
 
 
-def _join(context: WorkerContext, port: int, world: int, timeout_s: float, backend: str) -> None:
+def _join(context: WorkerContext, address: tuple[str, int], world: int, timeout_s: float, backend: str) -> None:
     """Form the process group. The listener was bound by the agent, so no port can be lost in between."""
     if world == 1:
         return
     timeout = timedelta(seconds=timeout_s)
     listener = context.listener_fd
     server = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs do not list it
-        "127.0.0.1",
-        port,
+        *address,
         world,
         is_master=listener is not None,
         timeout=timeout,
@@ -232,9 +233,17 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
     config = engine.config
     limit_traffic(config)
     run = RunStore(open_configured(config.storage, args.restore_url)) if args.storage_step is not None else None
+    sources = {name: slots[name] for name in args.source_slots}
+    passed: tuple[tuple[int, str], ...] = ()
+    if args.spread:
+        least = max(args.storage_step or 0, args.local_step or 0)
+        found = from_spread_memory(engine, sources, rank=rank, world=world, least_step=least)
+        if isinstance(found, Restored):
+            return _at(engine, found)
+        passed, sources = (found,) if found is not None else (), {}
     restored = restore(
         engine,
-        slots={name: slots[name] for name in args.source_slots},
+        slots=sources,
         run=run,
         local=(RunStore(open_store(local_tier_url(config))), args.local_step) if args.local_step is not None else None,
         storage_step=args.storage_step,
@@ -242,6 +251,11 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
         world=world,
         layout=args.layout,
     )
+    return _at(engine, replace(restored, passed_over=(*passed, *restored.passed_over)))
+
+
+def _at(engine: Engine, restored: Restored) -> Restored:
+    """The engine stands at the step whose state it has."""
     if restored.source == "init":
         engine.init_state()
     else:

@@ -1,0 +1,35 @@
+"""`ftrain join`: this machine takes part in a run on several machines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ftrain.cli import render
+from recovery.codes import ExitCode
+
+
+@click.command()
+@click.argument("folder", metavar="FOLDER", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--node", default="", help="Name of this node; default: Slurm's name for it, else the host's.")
+@click.option("--wait", "wait_s", default=600.0, metavar="SECONDS", help="How long to wait for the run to be started.")
+def join(folder: Path, node: str, wait_s: float) -> None:
+    """Offer this machine to the run whose FOLDER (machine.shared_dir, else its local folder) all nodes see.
+
+    Under Slurm `ftrain run` starts this on every node. Elsewhere start it on each, in any order, and once more when a machine
+    comes back: it waits to be admitted. Ends when the run does.
+
+    \b
+    Example:
+      ftrain join /shared/runs/dense/local
+    """
+    from ftrain.compose.node import NoRunError, serve
+    from ftrain.compose.nodes import this_node
+    from recovery.network import NoInterfaceError
+
+    try:
+        sys.exit(serve(folder.absolute(), node or this_node(), patience_s=wait_s))
+    except (NoRunError, NoInterfaceError) as error:
+        render.fail(str(error), ExitCode.RETRY_ELSEWHERE)

@@ -1,0 +1,147 @@
+"""A node's part in a run on several machines: `python -P -m ftrain.compose.node SHARED_DIR [NODE]`, and `ftrain join`.
+
+Keeps an agent alive here for as long as the run may need this node. An agent ends when the run does, when it was sent away, or
+when its lease is over; only after the first there is nothing more to do. A fresh agent has empty hands, and waits to be
+admitted: nothing is ever started here that the coordinator did not ask for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ftrain.compose.nodes import NODE_FILE, NodeArgs, node_dir, this_node, write
+from recovery import paths
+from recovery.codes import ExitCode
+from recovery.launch import Spawn, python, spawn
+from recovery.network import interface_address
+from recovery.rendezvous import control_folder
+from recovery.spec import AgentSpec
+
+log = logging.getLogger("ftrain.node")
+
+POLL_S = 0.2
+PAUSE_S = 1.0
+LONG_ENOUGH_S = 30.0  # an agent that lived so long was of use: the time that this node is tried for begins anew
+
+
+class NoRunError(Exception):
+    """There is no run in the folder, after all patience."""
+
+
+def read_args(shared: Path, *, patience_s: float) -> NodeArgs:
+    """What the coordinator has written down, waiting for it; NoRunError if it is not there in time."""
+    path = control_folder(shared) / NODE_FILE
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=NodeArgs)
+        except (FileNotFoundError, msgspec.DecodeError) as error:
+            if time.monotonic() > deadline:
+                raise NoRunError(f"no run has said within {patience_s:g} s what nodes must know ({path}): {error}") from error
+        time.sleep(POLL_S)
+
+
+def agent_spec(args: NodeArgs, shared: Path, node: str) -> AgentSpec:
+    """What this node's agent is started with; its folder and the keeper's arguments are written here."""
+    folder = node_dir(Path(args.local_dir), node)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name, address = interface_address(args.interfaces)
+    keeper = folder / "keeper.json"
+    write(keeper, args.keeper)
+    return AgentSpec(
+        node=node,
+        local_dir=str(folder),
+        coordinator="",
+        control=str(control_folder(shared)),
+        zygote_preload=args.zygote_preload,
+        keeper_argv=tuple(python("ftrain.compose.keeper", str(keeper))),
+        lease_s=args.lease_s,
+        env=args.env,
+        host=address,
+        node_env={"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name},
+    )
+
+
+def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
+    """Keep an agent here until the run is over; returns the exit code. Main thread only.
+
+    Raises NoRunError, or NoInterfaceError if this machine is not on the run's network.
+    """
+    stop = _Stop()
+    tried_since = time.monotonic()
+    while True:
+        args = read_args(shared, patience_s=patience_s)
+        spec = agent_spec(args, shared, node)
+        path = paths.agent_spec(Path(spec.local_dir))
+        write(path, spec)
+        began = time.monotonic()
+        how = Spawn(
+            argv=python("recovery.agent", str(path)),
+            log=paths.process_log(Path(spec.local_dir), "agent"),
+            env=spec.env,
+            dies_with_us=True,
+        )
+        status = _wait(spawn(how), stop)
+        if status in (ExitCode.DONE, ExitCode.HELD) or stop.asked:
+            return status if status >= 0 else ExitCode.RETRY_SAME
+        if time.monotonic() - began > LONG_ENOUGH_S + args.lease_s:
+            tried_since = time.monotonic()
+        if time.monotonic() - tried_since > args.patience_s:
+            log.error("no coordinator has wanted this node for %.0f s", args.patience_s)
+            return ExitCode.RETRY_SAME
+        log.warning("the agent of node %s ended with status %d; another one follows", node, status)
+        stop.wait(PAUSE_S)
+
+
+class _Stop:
+    """SIGTERM and SIGINT: noted, and handed on to the agent, which ends everything here."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._agent: Callable[[], None] = lambda: None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.asked = True
+        os.eventfd_write(self._wake, 1)
+        self._agent()
+
+    def hand_on(self, call: Callable[[], None]) -> None:
+        """Whom to tell."""
+        self._agent = call
+        if self.asked:
+            call()
+
+    def wait(self, seconds: float) -> None:
+        """A pause that a signal ends."""
+        select.select([self._wake], [], [], seconds)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> int:
+    stop.hand_on(process.terminate)
+    try:
+        return process.wait()
+    finally:
+        stop.hand_on(lambda: None)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the run of a shared folder."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    return serve(Path(argv[0]), argv[1] if len(argv) > 1 else this_node())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

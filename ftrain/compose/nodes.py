@@ -1,0 +1,95 @@
+"""What a run on several machines needs beyond one on a single machine: where the nodes find each other, and what each of them
+is told. Written by the coordinator into a folder that all nodes see; read by `ftrain join` on each.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftrain.compose.args import KeeperArgs
+from ftrain.config import Config
+from recovery.network import interface_address
+from recovery.rendezvous import control_folder
+from recovery.spec import FleetSpec
+
+NODE_FILE = "node.json"
+
+
+class NodeArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What every node is told; what differs from node to node, each finds out by itself."""
+
+    local_dir: str
+    """The run's local folder; each node has a folder of its own in it."""
+    zygote_preload: str
+    lease_s: float
+    interfaces: list[str]
+    keeper: KeeperArgs
+    patience_s: float
+    env: dict[str, str] = {}
+
+
+def shared_dir(config: Config, folder: Path) -> Path:
+    """The folder that all nodes see."""
+    return Path(config.machine.shared_dir).expanduser().absolute() if config.machine.shared_dir else folder
+
+
+def node_dir(local_dir: Path, node: str) -> Path:
+    """A node's own folder: its agent's record and logs, its ranks' logs."""
+    return local_dir / "nodes" / node
+
+
+def interfaces(config: Config) -> list[str]:
+    """The network interfaces to look for, in order."""
+    return [name.strip() for name in config.machine.interface.split(",") if name.strip()]
+
+
+def this_node() -> str:
+    """The name of this node: the scheduler's, else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def num_nodes(config: Config, ranks: int) -> int:
+    """Nodes that so many ranks need."""
+    return -(-ranks // config.machine.ranks_per_node) if config.machine.ranks_per_node else 1
+
+
+def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:
+    """How the coordinator meets its nodes; None for a run on one machine. NoInterfaceError if this one is not on their net."""
+    if not config.machine.ranks_per_node:
+        return None
+    return FleetSpec(
+        control=control_folder(shared_dir(config, folder)),
+        host=interface_address(interfaces(config))[1],
+        port=config.machine.port,
+        ranks_per_node=config.machine.ranks_per_node,
+        patience_s=config.recovery.nodes_s,
+    )
+
+
+def tell_nodes(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs, env: dict[str, str]) -> None:
+    """Write down what a node must know, before the address: whoever finds the one finds the other."""
+    args = NodeArgs(
+        local_dir=str(folder),
+        zygote_preload=preload,
+        lease_s=config.recovery.lease_s,
+        interfaces=interfaces(config),
+        keeper=keeper,
+        patience_s=config.recovery.nodes_s,
+        env=env,
+    )
+    control = control_folder(shared_dir(config, folder))
+    control.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write(control / NODE_FILE, args)
+
+
+def write(path: Path, record: Any) -> None:
+    """Whole or not at all, and for this user only: others read it at any moment."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record)))
+    os.replace(draft, path)

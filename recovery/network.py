@@ -1,0 +1,35 @@
+"""The address of this machine on the network that a run uses."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Sequence
+
+SIOCGIFADDR = 0x8915
+IFREQ = struct.Struct("16s24x")  # struct ifreq: the name, then a sockaddr
+ADDRESS_AT = 20  # of an IPv4 address within it
+
+
+class NoInterfaceError(Exception):
+    """None of the wanted network interfaces is here; the message lists those that are."""
+
+
+def interface_address(names: Sequence[str]) -> tuple[str, str]:
+    """The first of these interfaces that this machine has, and its IPv4 address."""
+    found = (((name, _address(name))) for name in names)
+    for name, address in found:
+        if address is not None:
+            return name, address
+    known = ", ".join(name for _, name in socket.if_nameindex())
+    raise NoInterfaceError(f"no IPv4 address on {' or '.join(names)}; this machine has {known}: set machine.interface")
+
+
+def _address(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, IFREQ.pack(name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[ADDRESS_AT : ADDRESS_AT + 4])
