@@ -1,0 +1,137 @@
+"""The documentation: links lead somewhere, generated pages are fresh, the site builds, and the code blocks run.
+
+A fenced block runs in a folder that each page shares with the blocks before it; the guides begin where the quick start ends.
+A block that cannot run says why: ```sh no-test="reason".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ftrain.cli.reference import reference
+from ftrain.load import resolve
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+FENCE = re.compile(r"^```(\w*)[ ]?(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+START = "quick-start.md"
+QUICK = {START, "guides/data.md", "guides/debug.md"}
+"""Pages whose blocks run in every `make test`; the others train, and are for `make test-all`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, what stands behind it, and its text."""
+
+    kind: str
+    about: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    return [Block(*match) for match in FENCE.findall(path.read_text(encoding="utf-8"))]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def shells() -> list[Path]:
+    """Pages of the docs that have something to run."""
+    return [path for path in sorted(DOCS.rglob("*.md")) if any(block.kind in ("sh", "python") for block in blocks(path))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", path.read_text(encoding="utf-8")))
+    for target, _ in LINK.findall(text):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (path.parent / target).exists(), f"{name(path)}: {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_a_block_has_a_kind_and_one_that_does_not_run_says_why(path: Path) -> None:
+    for block in blocks(path):
+        assert block.kind, f"{name(path)}: a block without a language: {block.text[:40]!r}"
+        if "no-test" in block.about:
+            assert re.fullmatch(r'no-test="[^"]{10,}"', block.about), block.about
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_configs_in_the_docs_are_legal(path: Path) -> None:
+    demo = tomllib.loads((ROOT / "configs/demo.toml").read_text())
+    for block in blocks(path):
+        if block.kind == "toml" and "no-test" not in block.about:
+            given = tomllib.loads(block.text)
+            merged = {key: {**demo.get(key, {}), **table} if isinstance(table, dict) else table for key, table in given.items()}
+            resolve({**demo, **merged})
+
+
+def test_the_command_reference_is_fresh() -> None:
+    fresh = (DOCS / "commands.md").read_text(encoding="utf-8") == reference()
+    assert fresh, "run: python -m ftrain.cli.reference > docs/commands.md"
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    listed = set(re.findall(r":\s*([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert there - {page for page in there if page.startswith("adr/")} == listed
+
+
+def test_the_site_is_built_by_one_command_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    assert "Training that does not care what breaks" in index
+    loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', index)
+    assert not [url for url in loaded if "canonical" not in url]
+
+
+def run_blocks(path: Path, folder: Path) -> None:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": "1"}
+    for block in blocks(path):
+        if "no-test" in block.about or block.kind not in ("sh", "python"):
+            continue
+        command = ["bash", "-euo", "pipefail", "-c"] if block.kind == "sh" else [sys.executable, "-c"]
+        done = subprocess.run(
+            [*command, block.text], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=240
+        )
+        assert done.returncode == 0, f"{name(path)}:\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="session")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the quick start has been carried out."""
+    folder = tmp_path_factory.mktemp("docs")
+    run_blocks(DOCS / START, folder)
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(str(path.relative_to(DOCS)), marks=[] if str(path.relative_to(DOCS)) in QUICK else pytest.mark.slow)
+        for path in shells()
+    ],
+)
+def test_the_code_blocks_run(page: str, started: Path, tmp_path: Path) -> None:
+    if page == START:
+        assert (started / "report.html").is_file()
+        return
+    folder = tmp_path / "docs"
+    shutil.copytree(started, folder, ignore=shutil.ignore_patterns("*.sock"))
+    run_blocks(DOCS / page, folder)
