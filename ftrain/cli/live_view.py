@@ -11,6 +11,8 @@ import msgspec
 
 from ftrain.cli import render
 from ftrain.compose.ledgers import LedgerTail
+from ftrain.compose.metrics import newest, told
+from ftrain.plan.rates import mfu_text
 from ftrain.units import format_bytes, format_count, format_seconds
 from recovery import events
 from recovery.events import Event, steps_of
@@ -28,6 +30,7 @@ class LiveView:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's local folder; only what happens from now on is shown."""
+        self._folder = folder
         self._tail = LedgerTail(folder / "ledger")
         self._state = RunState()
         self._speed = Speed()
@@ -77,7 +80,9 @@ class LiveView:
             return ""
         self._last_line_t = last.t_end
         loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
-        return f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}  ETA {self._eta()}"
+        line = f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}  ETA {self._eta()}"
+        measured = newest(self._folder)
+        return f"{line}  {mfu_text(measured)}" if measured and measured["mfu"] is not None else line
 
     def _eta(self) -> str:
         seconds = self._speed.step_s
@@ -92,6 +97,11 @@ class LiveView:
         decision = state.last_decision
         rows.add_row("layout", f"{state.layout}, attempt {state.attempt} ({state.phase})")
         rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}  ETA {self._eta()}")
+        if measured := newest(self._folder):
+            texts = told(measured)
+            rows.add_row("speed", texts["speed"])
+            rows.add_row("a step", texts["step_went_to"])
+            rows.add_row("memory", texts["memory"])
         rows.add_row("checkpoint", f"storage: {self._checkpoint}; memory: step {state.snapshot_step}")
         rows.add_row("decision", f"{decision.action}: {decision.reason}" if decision else "none needed so far")
         return Panel(rows, title=f"run {state.run_id}", expand=False)

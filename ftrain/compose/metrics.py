@@ -7,6 +7,9 @@ own report, so a line is held back until then, and written without if its ranks 
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ import msgspec
 
 from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes
 from ftrain.config import Config
-from ftrain.plan.rates import Rates, rate_record
+from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.units import format_bytes
 
 MAX_HELD = 4
+TAIL = 1 << 20
+"""Bytes of the file's end in which its newest line is looked for."""
 
 
 class MetricsFile:
@@ -70,15 +75,36 @@ class MetricsFile:
         if times is not None and self._rates is not None:
             rate = self._rates.rate(done.sequences, seconds)
             record |= {**rate_record(rate), **self._rates.terms(), **msgspec.to_builtins(times)}
-            self._status = {
-                "tokens_per_s": record["tokens_per_s"],
-                "speed": self._rates.text(rate) if rate else "",
-                "step_went_to": shares_text(times.mean),
-                "memory": memory_text(times.memory),
-            }
+            self._status = told(record)
         record.pop("type", None)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
+
+
+def told(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a person is told of a whole line."""
+    return {
+        "tokens_per_s": record["tokens_per_s"],
+        "speed": speed_text(record) if record["tflops"] is not None else "",
+        "step_went_to": shares_text(record["mean"]),
+        "memory": memory_text([RankMemory(*row) for row in record["memory"]]),
+    }
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """The newest whole line of a run's metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(msgspec.DecodeError):  # torn, or begun before the part that was read
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            if "mean" in record:
+                return record
+    return None
 
 
 def shares_text(mean: dict[str, float]) -> str:

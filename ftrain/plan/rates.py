@@ -13,7 +13,9 @@ Operations are those of whole sequences, whether their targets count in the loss
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -72,16 +74,23 @@ class Rates:
             mfu_full=full / peak if peak else None,
         )
 
-    def text(self, rate: Rate) -> str:
-        """As a person reads it, with everything the number depends on."""
-        speed = f"{rate.tflops:.3g} TFLOP/s a rank (attention halved; in full {rate.tflops_full:.3g})"
-        if rate.mfu is None or rate.mfu_full is None:
-            return f"{speed}, MFU unknown: {self.peak_name}"
-        return f"{speed}, MFU {rate.mfu:.1%} of {self.peak_name} (attention in full {rate.mfu_full:.1%})"
-
     def terms(self) -> dict[str, object]:
         """The same as data."""
         return {"peak_tflops": self.peak_tflops, "peak": self.peak_name, "formula": FORMULA}
+
+
+def speed_text(record: Mapping[str, Any]) -> str:
+    """A step's speed as a person reads it, with everything the numbers depend on; `record` has the fields of a `Rate` and the
+    terms."""
+    speed = f"{record['tflops']:.3g} TFLOP/s a rank (attention halved; in full {record['tflops_full']:.3g})"
+    return f"{speed}, {mfu_text(record)}"
+
+
+def mfu_text(record: Mapping[str, Any]) -> str:
+    """The utilisation alone, or why there is none."""
+    if record["mfu"] is None:
+        return f"MFU unknown: {record['peak']}"
+    return f"MFU {record['mfu']:.1%} of {record['peak']}, attention halved ({record['mfu_full']:.1%} with attention in full)"
 
 
 def _peak(name: str, dtype: str, device: str) -> tuple[float | None, str]:

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from ftrain.plan.rates import FORMULA
+from ftrain.plan import rates
 from ftrain.units import format_bytes, format_count, format_seconds, format_share
 from ftrain.view.measured import warm
 from ftrain.view.record import Recorded
@@ -114,7 +115,7 @@ def _speed(lines: Sequence[Mapping[str, Any]]) -> Speed:
         mfu=over_all("mfu") if known else None,
         mfu_full=over_all("mfu_full") if known else None,
         peak=str(newest["peak"]),
-        formula=FORMULA,
+        formula=rates.FORMULA,
         device=str(newest["device"]),
         dtype=str(newest["dtype"]),
     )
@@ -141,9 +142,7 @@ def lines(found: Went | None) -> list[str]:
 
 def mfu_text(speed: Speed) -> str:
     """The utilisation with everything it depends on, or why there is none."""
-    if speed.mfu is None or speed.mfu_full is None:
-        return f"MFU unknown: {speed.peak}"
-    return f"MFU {speed.mfu:.1%} of {speed.peak}, attention halved ({speed.mfu_full:.1%} with attention in full)"
+    return rates.mfu_text(msgspec.to_builtins(speed))
 
 
 def _memory(rows: Sequence[MemoryRow]) -> list[str]:

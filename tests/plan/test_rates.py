@@ -9,7 +9,7 @@ import pytest
 from ftrain.config import Config
 from ftrain.load import load
 from ftrain.plan import cost, profile
-from ftrain.plan.rates import Rates
+from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.plan.setup import Options, Setup
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -38,7 +38,7 @@ def test_a_utilisation_names_what_it_depends_on() -> None:
     rates = Rates.of(llama(), dtype=BF16, device=H100)
     rate = rates.rate(2048, 30.0)
     assert rate is not None
-    text = rates.text(rate)
+    text = speed_text({**rate_record(rate), **rates.terms()})
     for part in ("989 TFLOP/s", "dense bfloat16", "h100", "attention halved", "in full"):
         assert part in text
     assert rates.terms()["peak_tflops"] == 989
@@ -60,8 +60,9 @@ def test_what_is_not_known_is_not_guessed(hardware: str, dtype: str, device: str
     assert rate is not None
     assert (rate.mfu, rate.mfu_full) == (None, None)
     assert rate.tflops > 0
-    assert "MFU unknown" in rates.text(rate)
-    assert why in rates.text(rate)
+    text = speed_text({**rate_record(rate), **rates.terms()})
+    assert "MFU unknown" in text
+    assert why in text
 
 
 def test_nothing_is_measured_in_no_time() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, decode_worker, encode
-from ftrain.compose.metrics import MetricsFile, memory_text, shares_text
+from ftrain.compose.metrics import MetricsFile, memory_text, newest, shares_text, told
 from ftrain.config import Config
 from ftrain.load import load
 
@@ -32,12 +32,12 @@ def done(step: int) -> StepDone:
 
 def times(step: int) -> StepTimes:
     memory = [RankMemory(0, 0, 1 << 20, 0, 2 << 20), RankMemory(1, 1, 1 << 20, 0, 3 << 20)]
-    told = StepTimes(
+    message = StepTimes(
         step=step, mean={"compute": 0.4, "data": 0.1}, worst={"data": (1, 0.2)}, memory=memory, device="cpu", dtype="float32"
     )
-    again = decode_worker(encode(told))  # as it arrives
-    assert again == told
-    return told
+    again = decode_worker(encode(message))  # as it arrives
+    assert again == message
+    return message
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -81,12 +81,27 @@ def test_status_tells_the_newest_whole_step(tmp_path: Path) -> None:
     assert file.status() == {}
     file.append(done(1), attempt=0, layout="dp2")
     file.times(times(1), CONFIG)
-    told = file.status()
-    assert told["tokens_per_s"] == 2000
-    assert "MFU unknown: machine.hardware is not set" in told["speed"]
-    assert told["step_went_to"] == "compute 80%, data 20%"
-    assert told["memory"] == "peak stage 0: 2.00 MiB (rank 0), stage 1: 3.00 MiB (rank 1)"
+    status = file.status()
+    assert status["tokens_per_s"] == 2000
+    assert "MFU unknown: machine.hardware is not set" in status["speed"]
+    assert status["step_went_to"] == "compute 80%, data 20%"
+    assert status["memory"] == "peak stage 0: 2.00 MiB (rank 0), stage 1: 3.00 MiB (rank 1)"
     file.close()
+
+
+def test_the_newest_whole_line_is_found(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    file = MetricsFile(str(tmp_path))
+    file.append(done(1), attempt=0, layout="dp2")
+    file.times(times(1), CONFIG)
+    file.append(done(2), attempt=0, layout="dp2")
+    file.close()  # without the times of step 2
+    with (tmp_path / "metrics.jsonl").open("ab") as torn:
+        torn.write(b'{"step": 3, "mean"')
+    found = newest(tmp_path)
+    assert found is not None
+    assert found["step"] == 1
+    assert told(found)["step_went_to"] == "compute 80%, data 20%"
 
 
 def test_texts_of_nothing() -> None:
