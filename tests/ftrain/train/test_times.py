@@ -1,7 +1,7 @@
 """The time of a step on real ranks: a delay that is put somewhere is found there.
 
-The delays are slept, so they are a lower bound whatever else the machine does; the step is small beside them. What is expected
-of "where" is that the bucket holds the delay, and that it is the largest of those that a delay could be mistaken for.
+The delays are slept, so they are a lower bound whatever else the machine does. A bucket that a delay belongs to holds it in the
+median step; one that it could be mistaken for is free of it in some step, which it could not be if the delay went there.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from ftrain.parallel.mesh import Pending
 from ftrain.ramp import position
 from ftrain.train.times import BUCKETS, Times
 
-DELAY, STEPS = 0.05, 5
+DELAY, STEPS = 0.05, 6
 FP32 = {"compute_dtype": "float32"}
 
 
@@ -104,17 +104,19 @@ def measured(rank, config, disturb):
     took = []
     for step in range(STEPS):
         engine.arrived = False
-        begin = time.perf_counter()
+        outer = time.perf_counter()
         times.begin()
+        inner = time.perf_counter()
         engine.train_step(step=step + 1, first_sequence=position(config, step))
+        least = time.perf_counter() - inner
         times.end(step + 1)
-        took.append(time.perf_counter() - begin)
+        took.append((least, time.perf_counter() - outer))
     times.finish()
     return reports, took
 
 
 def run(config, disturb):
-    """Reports of all steps but the first, which builds programs, and what the ranks' steps took."""
+    """Reports of all steps but the first, which builds programs, and of each rank what its steps took at least and at most."""
     world = config.parallel.ranks
     results = run_world(measured, world, config, disturb) if world > 1 else [measured(0, config, disturb)]
     reports = results[0][0]
@@ -123,19 +125,21 @@ def run(config, disturb):
     return reports[1:], [took[1:] for _, took in results]
 
 
-def middle(reports, bucket):
-    """Its seconds in the median step: mean over the ranks, and the rank with most."""
-    return (
-        statistics.median(report.mean[bucket] for report in reports),
-        statistics.median(report.worst[bucket][1] for report in reports),
-    )
+def middle(reports, bucket, *, worst=True):
+    """Its seconds in the median step: of the rank with most, or the mean over the ranks."""
+    return statistics.median(report.worst[bucket][1] if worst else report.mean[bucket] for report in reports)
+
+
+def least(reports, bucket):
+    """The same of the step with the least."""
+    return min(report.worst[bucket][1] for report in reports)
 
 
 def test_one_process_accounts_for_its_whole_step():
     reports, (took,) = run(tiny(machine=FP32, model={"hidden": 128, "ffn": 256}, batch={"global_batch": 16}), data_delay)
-    for report, seconds in zip(reports, took, strict=True):
+    for report, (shortest, longest) in zip(reports, took, strict=True):
         assert set(report.mean) == set(BUCKETS)
-        assert sum(report.mean.values()) == pytest.approx(seconds, rel=0.02)
+        assert shortest - 1e-6 <= sum(report.mean.values()) <= longest + 1e-6
         assert report.mean["data"] >= DELAY
     assert statistics.median(report.mean["other"] / sum(report.mean.values()) for report in reports) <= 0.05
     assert reports[0].dtype == "float32"
@@ -159,48 +163,50 @@ def test_measuring_changes_no_bit():
 @pytest.mark.dist
 def test_slow_data_on_all_replicas_is_data():
     reports, _ = run(tiny(ranks=2, machine=FP32), data_delay)
-    assert middle(reports, "data")[0] >= DELAY
+    assert middle(reports, "data", worst=False) >= DELAY
+    assert all(least(reports, bucket) < 0.8 * DELAY for bucket in ("dp", "imbalance", "compute"))
 
 
 @pytest.mark.dist
 def test_a_slow_replica_is_imbalance_for_the_other():
     """The slow one computes for longer; the other waits for it in a collective, which is not the collective's fault."""
     reports, _ = run(tiny(ranks=2, machine=FP32), stage_delay)
-    assert middle(reports, "imbalance")[1] >= 0.8 * DELAY
-    assert middle(reports, "compute")[1] >= DELAY
-    assert all(report.worst["compute"][0] == 1 for report in reports)
-    assert middle(reports, "dp")[1] < middle(reports, "imbalance")[1]
+    assert middle(reports, "imbalance") >= 0.8 * DELAY
+    assert middle(reports, "compute") >= DELAY
+    assert statistics.mode(report.worst["compute"][0] for report in reports) == 1
+    assert least(reports, "dp") < 0.8 * DELAY
 
 
 @pytest.mark.dist
 def test_a_slow_link_between_replicas_is_dp():
     reports, _ = run(tiny(ranks=2, machine=FP32), reduce_delay)
-    assert middle(reports, "dp")[0] >= DELAY
-    assert middle(reports, "imbalance")[0] < middle(reports, "dp")[0]
+    assert middle(reports, "dp", worst=False) >= DELAY
+    assert least(reports, "imbalance") < 0.8 * DELAY
 
 
 @pytest.mark.dist
 def test_a_slow_tensor_parallel_rank_is_imbalance_for_the_other():
-    reports, _ = run(tiny(ranks=2, parallel={"tp": 2}, machine=FP32), stage_delay)
-    assert middle(reports, "imbalance")[1] >= 0.8 * DELAY
-    assert middle(reports, "tp")[1] < middle(reports, "imbalance")[1]
+    config = tiny(ranks=2, parallel={"tp": 2}, model={"layers": 1}, batch={"global_batch": 2}, machine=FP32)
+    reports, _ = run(config, stage_delay)
+    assert middle(reports, "imbalance") >= 0.8 * DELAY
+    assert least(reports, "tp") < 0.8 * DELAY
 
 
 @pytest.mark.dist
 def test_a_slow_stage_is_imbalance_and_not_bubble():
     """On paper: the same work spread evenly would make the bubble longer only by what p - 1 actions grow."""
     reports, _ = run(piped(), stage_delay)
-    assert middle(reports, "imbalance")[1] >= 0.5 * DELAY
-    assert middle(reports, "bubble")[1] < middle(reports, "imbalance")[1]
-    assert middle(reports, "pp")[1] < middle(reports, "imbalance")[1]
+    assert middle(reports, "imbalance") >= 0.5 * DELAY
+    assert least(reports, "bubble") < 0.5 * DELAY
+    assert least(reports, "pp") < 0.5 * DELAY
 
 
 @pytest.mark.dist
 def test_a_slow_link_between_stages_is_pp():
     reports, _ = run(piped(), transfer_delay)
-    assert middle(reports, "pp")[1] >= 0.8 * DELAY
-    assert middle(reports, "imbalance")[1] < middle(reports, "pp")[1]
-    assert middle(reports, "bubble")[1] < middle(reports, "pp")[1]
+    assert middle(reports, "pp") >= 0.8 * DELAY
+    assert least(reports, "imbalance") < 0.8 * DELAY
+    assert least(reports, "bubble") < 0.8 * DELAY
 
 
 @pytest.mark.dist
@@ -211,8 +217,8 @@ def test_every_axis_at_once_adds_up():
     )
     reports, took = run(config, nothing)
     for index, report in enumerate(reports):
-        mean = statistics.mean(rank[index] for rank in took)
-        assert sum(report.mean.values()) == pytest.approx(mean, rel=0.05)
+        shortest, longest = (statistics.mean(rank[index][end] for rank in took) for end in (0, 1))
+        assert shortest - 1e-6 <= sum(report.mean.values()) <= longest + 1e-6
         assert min(report.mean.values()) >= 0
         assert {of_rank.stage for of_rank in report.memory} == {0, 1}
     assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "tp", "pp", "dp", "data"))
