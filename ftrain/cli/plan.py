@@ -50,7 +50,9 @@ class Asked:
 _COMMON: tuple[Callable[[F], F], ...] = (
     click.argument("config"),
     click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a config value."),
-    click.option("--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file."),
+    click.option(
+        "--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file; else machine.hardware."
+    ),
     click.option("--params", type=float, default=0, metavar="N", help="A round parameter count for the ideal rows."),
     click.option("--schedule", default="", help="gpipe, 1f1b, interleaved, zb-h1, zb-v; else the config's."),
     click.option("--chunks", type=int, default=0, help="Virtual stages of a rank (interleaved); else the config's."),
