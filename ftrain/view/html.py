@@ -16,11 +16,11 @@ from pathlib import Path
 from ftrain.units import format_bytes, format_count, format_seconds
 from ftrain.view import clock, gantt, plot
 from ftrain.view import grade as grading
-from ftrain.view.measured import measured
 from ftrain.view.numbers import show
 from ftrain.view.pace import pace
 from ftrain.view.pipelines import predicted_line
 from ftrain.view.record import Recorded
+from ftrain.view.went import went
 from recovery.report_text import evidence_text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -171,17 +171,19 @@ def _grade(found: grading.Grade) -> str:
 
 def _step(run: Recorded) -> str:
     """The buckets of a step: they add up to it on every rank."""
-    found = measured(run)
-    if not found.mean:
+    found = went(run)
+    if found is None:
         return _none("not recorded, or metrics.jsonl is on another machine")
-    total = sum(found.mean.values())
     rows = [
-        (name, format_seconds(seconds), f"{100 * seconds / total:.1f} %", format_seconds(found.worst.get(name, 0.0)))
-        for name, seconds in found.mean.items()
-        if seconds or found.worst.get(name)
+        (row.bucket, format_seconds(row.mean_s), f"{100 * row.share:.1f} %", format_seconds(row.worst_s), str(row.worst_rank))
+        for row in found.buckets
     ]
-    how = "Medians over the steps: mean over the ranks, and the rank with the most of it."
-    return table(("", "mean", "share", "worst rank"), rows, key="step-table") + _how(how)
+    mfu = f"MFU {100 * found.speed.mfu:.1f} % of" if found.speed.mfu is not None else "MFU unknown:"
+    rate = f"{show(found.speed.tokens_per_s, 'tokens/s')}; {found.speed.tflops:.3g} TFLOP/s a rank on {found.speed.device}"
+    speed = f"{rate}, {found.speed.dtype}, attention halved. {mfu} {found.speed.peak}."
+    head = ("", "mean over the ranks", "share", "the rank with most", "rank")
+    how = f"{found.layout}: means over {found.steps} steps of {format_seconds(found.step_s)}."
+    return table(head, rows, key="step-table") + _how(f"{how} {speed}")
 
 
 def _pipeline(run: Recorded) -> str:

@@ -31,7 +31,17 @@ def story() -> Story:
 def times(attempt: int, step: int) -> dict[str, Any]:
     memory = [[rank, rank % 4, 900, 1000, 1_000_000 * (1 + rank % 4)] for rank in range(4)]
     worst = {name: [0, 2 * seconds] for name, seconds in BUCKETS.items()}
-    return {"type": "times", "attempt": attempt, "step": step, "mean": BUCKETS, "worst": worst, "memory": memory}
+    rates = {
+        "tflops": 1.0,
+        "tflops_full": 1.1,
+        "mfu": None,
+        "mfu_full": None,
+        "peak": "unknown",
+        "device": "cpu",
+        "dtype": "fp32",
+    }
+    line = {"attempt": attempt, "layout": "pp4 x dp1", "step": step, "tokens": 1024, "seconds": 2.0}
+    return {**line, **rates, "mean": BUCKETS, "worst": worst, "memory": memory}
 
 
 @pytest.fixture(scope="module")
