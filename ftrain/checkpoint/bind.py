@@ -14,11 +14,10 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftrain.checkpoint.per_rank import PerRank, dealt
-from ftrain.checkpoint.pieces import Holding, holding, owned
+from ftrain.checkpoint.pieces import Holding, holders_of, holding, owned
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import Node, StateError, items_of, kind_of, value_of
 from ftrain.checkpoint.state import Leaf, Names, dtype_name, module_state, modules_in, names_itself, parameter_names
@@ -275,8 +274,7 @@ class Binder:
 
     def digests(self, ranks: Ranks) -> dict[str, int]:
         """The digest of every loaded array as it is live now. A collective."""
-        whole = sorted({held.spec.name for held in self.targets if not isinstance(held.leaf.tensor, DTensor)})
-        told = [msgspec.json.decode(each, type=list[str]) for each in ranks.gather(msgspec.json.encode(whole))]
+        holders = holders_of(self.targets, ranks)
         mine: dict[str, int] = {}
         done: set[str] = set()
         for held in self.targets:
@@ -284,7 +282,6 @@ class Binder:
             if name in done:  # two tensors of one array: each holds all of it
                 continue
             done.add(name)
-            holders = [rank for rank, names in enumerate(told) if name in names]
             for region in owned(held, holders, ranks.rank):
                 values = np.ascontiguousarray(bits_of(held.part(region).cpu()))
                 mine[name] = (mine.get(name, 0) + digest_box(values, held.spec.shape, region.box)) % 2**64

@@ -86,6 +86,7 @@ class Checkpointer:
         self._keeper: KeeperLink | None = None
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
+        self._closed = False
         self.committed: int | None = None
         """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
         self.passed_over: tuple[tuple[int, str], ...] = ()
@@ -240,8 +241,8 @@ class Checkpointer:
         """The keeper, started when it is first needed, and again if it died: the slots know what is still owed."""
         if self._keeper is not None and not self._keeper.alive:
             log.warning("the keeper process died (status %s); another one is started", self._keeper.status)
-            self._keeper.abandon()
-            self._keeper = None
+            dead, self._keeper = self._keeper, KeeperLink(self._start)
+            self._keeper.take_over(dead, self._slots.fds if self._slots is not None else {})
         if self._keeper is None:
             self._keeper = KeeperLink(self._start)
             if self._slots is not None:
@@ -297,6 +298,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for what is on its way, then give everything back. All ranks call it, before the process group is destroyed."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait()
         finally:

@@ -32,14 +32,12 @@ STORED_AS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A leaf as this rank holds it: its spec, the live values, the boxes of it that are here, and who else has them."""
+    """A leaf as this rank holds it: its spec, the live values, and the boxes of it that are here."""
 
     leaf: Leaf
     spec: ArraySpec
     local: torch.Tensor
     regions: tuple[Region, ...]
-    replica: int
-    replicas: int
 
     def part(self, region: Region) -> torch.Tensor:
         """The live values of a region, a view."""
@@ -66,7 +64,7 @@ def holding(leaf: Leaf, tied: Sequence[str] = ()) -> Holding:
     tensor = leaf.tensor
     local, dtype = stored(local_of(tensor), leaf.path)
     extra = local.shape[tensor.ndim :]
-    cuts, place, replica, replicas = _placement(tensor, leaf.path)
+    cuts, place = _placement(tensor, leaf.path)
     shape = (*tensor.shape, *extra)
     if place is None:
         held, literally = list[Region](), False
@@ -82,27 +80,23 @@ def holding(leaf: Leaf, tied: Sequence[str] = ()) -> Holding:
     spec = ArraySpec(
         name=leaf.array, shape=shape, dtype=dtype, tile=tile_of(shape, DTYPES[dtype], found), attributes=attributes
     )
-    return Holding(leaf, spec, local, tuple(held), replica, replicas)
+    return Holding(leaf, spec, local, tuple(held))
 
 
-def _placement(tensor: torch.Tensor, path: str) -> tuple[list[Cut], Sequence[int] | None, int, int]:
-    """Cuts, this rank's place (None: it holds nothing), and which of how many replicas it is."""
+def _placement(tensor: torch.Tensor, path: str) -> tuple[list[Cut], Sequence[int] | None]:
+    """Cuts, and this rank's place (None: it holds nothing)."""
     if not isinstance(tensor, DTensor):
-        return [], (), 0, 1
-    mesh, cuts, replica, replicas = tensor.device_mesh, [], 0, 1
-    place = mesh.get_coordinate()
+        return [], ()
+    mesh, cuts = tensor.device_mesh, []
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            replica = replica * mesh.size(axis) + (place[axis] if place is not None else 0)
-            replicas *= mesh.size(axis)
-        elif isinstance(placement, _StridedShard):
+        if isinstance(placement, _StridedShard):
             cuts.append(Cut(axis, mesh.size(axis), placement.dim, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             cuts.append(Cut(axis, mesh.size(axis), placement.dim))
-        else:
+        elif not isinstance(placement, Replicate):
             kind = "a partial sum" if isinstance(placement, Partial) else f"placed as {placement}"
             raise StateError(f"{path} is {kind} over a mesh axis: reduce it before it is saved")
-    return cuts, place, replica, replicas
+    return cuts, mesh.get_coordinate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +137,24 @@ def holdings_of(flat: Flat) -> list[Holding]:
     return [holding(leaf, flat.tied.get(leaf.array, ())) for leaf in flat.leaves]
 
 
+Holders = dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]]
+"""(array, offset, shape) of a box -> the ranks that hold it."""
+
+
+def holders_of(holdings: Sequence[Holding], ranks: Ranks) -> Holders:
+    """Who holds what. A collective: two ranks may hold one box without knowing it, on two meshes that share no axis."""
+    mine = [(each.spec.name, region.box.offset, region.box.shape) for each in holdings for region in each.regions]
+    found: Holders = {}
+    for rank, told in enumerate(ranks.gather(msgspec.msgpack.encode(mine))):
+        for name, offset, shape in msgspec.msgpack.decode(told, type=list[tuple[str, tuple[int, ...], tuple[int, ...]]]):
+            found.setdefault((name, offset, shape), []).append(rank)
+    return found
+
+
 def plan(flat: Flat, holdings: Sequence[Holding], ranks: Ranks) -> Plan:
-    """Share the state out. A collective: ranks tell each other which whole arrays they hold."""
-    shared = [h.spec.name for h in holdings if _is_shared(h)]
-    told = [msgspec.json.decode(each, type=list[str]) for each in ranks.gather(msgspec.json.encode(shared))]
-    holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(told):
-        for name in names:
-            holders.setdefault(name, []).append(rank)
-    parts = [
-        (index, region)
-        for index, each in enumerate(holdings)
-        for region in owned(each, holders.get(each.spec.name, []), ranks.rank)
-    ]
+    """Share the state out. A collective."""
+    holders = holders_of(holdings, ranks)
+    parts = [(index, region) for index, each in enumerate(holdings) for region in owned(each, holders, ranks.rank)]
     specs = {each.spec.name: each.spec for each in holdings}
     boxes = [(holdings[index].spec.name, region.box) for index, region in parts]
     layout = plan_pack(specs, boxes)
@@ -163,23 +162,14 @@ def plan(flat: Flat, holdings: Sequence[Holding], ranks: Ranks) -> Plan:
     return Plan(PackLayout(dict(described), layout.parts, layout.nbytes), tuple(parts), signature(flat))
 
 
-def _is_shared(held: Holding) -> bool:
-    return not held.leaf.own and not isinstance(held.leaf.tensor, DTensor)
-
-
-def owned(held: Holding, holders: Sequence[int], rank: int) -> Iterator[Region]:
+def owned(held: Holding, holders: Holders, rank: int) -> Iterator[Region]:
     """The regions of a holding that this rank writes."""
-    if held.leaf.own:
-        yield from held.regions
-        return
-    if isinstance(held.leaf.tensor, DTensor):
-        turn, count = held.replica, held.replicas
-    else:
-        turn, count = holders.index(rank), len(holders) if held.leaf.alike else 1
+    shared = held.leaf.alike or isinstance(held.leaf.tensor, DTensor)
     for region in held.regions:
+        ranks = holders[held.spec.name, region.box.offset, region.box.shape]
+        turn, count = ranks.index(rank), len(ranks) if shared else 1
         if count == 1 or region.box.size * held.spec.itemsize < SMALL_BYTES:
-            first = crc32(held.spec.name.encode()) % count
-            if turn == first:
+            if turn == crc32(held.spec.name.encode()) % count:
                 yield region
         else:
             yield from _rows(region, held.spec, turn, count)

@@ -51,6 +51,7 @@ log = logging.getLogger("ftrain.keeper")
 POLL_S = 0.05
 LONGEST_POLL_S = 1.0
 ATTEMPT = 0
+RECORD_LIMIT_S = 60.0
 
 
 class ScriptKeeper:
@@ -63,6 +64,7 @@ class ScriptKeeper:
         self._keeper = Keeper(lambda: open_store(start.url), self._stored)
         self._store: ObjectStore | None = None
         self._lock = threading.Lock()
+        self._told = threading.Condition()
         self._due: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._committer = threading.Thread(target=self._commit_all, name="committer")
         self._committer.start()
@@ -80,10 +82,14 @@ class ScriptKeeper:
             self._saved(message)
 
     def _saved(self, message: Saved) -> None:
-        self._records[message.step] = message.record
+        if message.slot:
+            with self._told:
+                self._records[message.step] = message.record
+                self._told.notify_all()
         if self._start.rank == 0:
             self._due.put((message.step, time.monotonic()))
-        self._keeper.snapshot_ready(message.slot)
+        if message.slot:
+            self._keeper.snapshot_ready(message.slot)
 
     def close(self) -> None:
         """Finish what is queued, with bounded patience."""
@@ -101,8 +107,12 @@ class ScriptKeeper:
         """What came of this rank's part; from a thread of the keeper."""
         if isinstance(answer, Owed):
             return
-        record = self._records.pop(answer.step, b"")
-        if isinstance(answer, PackStored):
+        with self._told:  # a slot may be complete, and stored, before we are told of it
+            self._told.wait_for(lambda: answer.step in self._records, RECORD_LIMIT_S)
+            record = self._records.pop(answer.step, None)
+        if record is None:
+            delivery = Delivery(error=f"rank {answer.rank}: its record did not arrive")
+        elif isinstance(answer, PackStored):
             delivery = Delivery(stored=answer, record=record)
         else:
             delivery = Delivery(error=f"rank {answer.rank}: {answer.reason}")

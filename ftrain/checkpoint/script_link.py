@@ -42,7 +42,7 @@ class KeeperLink:
             )
         self._channel = channel(ours, FromScriptKeeper)
         self._commits = start.rank == 0
-        self._parts: set[int] = set()
+        self._parts: dict[int, Saved] = {}
         self._whole: set[int] = set()
         self._news: list[PartDone | CommitDone] = []
 
@@ -76,10 +76,13 @@ class KeeperLink:
 
     def saved(self, slot: str, step: int, record: bytes) -> None:
         """A slot is complete."""
-        self._parts.add(step)
+        self._send(Saved(slot=slot, step=step, record=record))
+
+    def _send(self, saved: Saved) -> None:
+        self._parts[saved.step] = saved
         if self._commits:
-            self._whole.add(step)
-        self._channel.send(Saved(slot=slot, step=step, record=record))
+            self._whole.add(saved.step)
+        self._channel.send(saved)
 
     def listen(self, timeout_s: float) -> None:
         """Take in what it says, waiting at most so long for the first word."""
@@ -90,7 +93,10 @@ class KeeperLink:
                 self._note(frame.message)
 
     def _note(self, message: PartDone | CommitDone) -> None:
-        (self._whole if isinstance(message, CommitDone) else self._parts).discard(message.step)
+        if isinstance(message, CommitDone):
+            self._whole.discard(message.step)
+        else:
+            self._parts.pop(message.step, None)
         self._news.append(message)
 
     def news(self) -> list[PartDone | CommitDone]:
@@ -100,10 +106,18 @@ class KeeperLink:
         said, self._news = self._news, []
         return said
 
-    def abandon(self) -> None:
-        """It is dead."""
-        self._channel.close()
-        self._process.wait()
+    def take_over(self, dead: KeeperLink, fds: Mapping[str, int]) -> None:
+        """Be told all that a keeper that died was told and did not finish."""
+        dead.listen(0.0)
+        self._news += dead._news
+        dead._channel.close()
+        dead._process.wait()
+        self.adopt(fds)
+        for saved in dead._parts.values():
+            self._send(saved)
+        for step in dead._whole - set(dead._parts):
+            self._whole.add(step)
+            self._channel.send(Saved(slot="", step=step, record=b""))
 
     def close(self) -> None:
         """Hang up; it leaves when it has nothing left to do, which may be later than we do."""

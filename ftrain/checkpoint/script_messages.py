@@ -23,7 +23,9 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
-    """Rank to keeper: a slot is complete; `record` goes with it (see ftrain.checkpoint.record)."""
+    """Rank to keeper: a slot is complete; `record` goes with it (ftrain.checkpoint.record). Without a slot: this rank's part
+    is in the store already, only the commit is due.
+    """
 
     slot: str
     step: int

@@ -1,0 +1,137 @@
+"""One state, written by four FSDP2 ranks with dims that nothing divides, read under every other layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ftrain
+from storage.local import LocalStore
+from storage.run import RunStore
+from tests.world import run_world
+
+pytestmark = pytest.mark.dist
+
+STEP = 3
+
+
+class Odd(nn.Module):
+    """Dims that no world size divides, a tied weight, a buffer, a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(103, 30)
+        self.up = nn.Linear(30, 62)
+        self.down = nn.Linear(62, 30)
+        self.head = nn.Linear(30, 103, bias=False)
+        self.head.weight = self.emb.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.arange(3))
+
+
+def sharded(layout: str, world: int) -> nn.Module:
+    """The model under a layout, its values the same under all."""
+    torch.manual_seed(0)
+    model = Odd()
+    tensor_parallel = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if layout == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (world,)), tensor_parallel)
+    elif layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "fsdp+tp":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], tensor_parallel)
+        fully_shard(model, mesh=mesh["dp"])
+    elif layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    return model
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of model and optimizer as one process would hold it, by an own way to its name."""
+    model, optimizer = state["model"], state["optimizer"]
+    found = {}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")
+        held = {"value": parameter, **optimizer.state[parameter]}
+        for key, tensor in held.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found[f"{name}:{key}"] = full.detach().clone()
+    return found
+
+
+def trained(layout: str, world: int) -> dict[str, Any]:
+    """A state whose every tensor holds something that is not what it began with."""
+    model = sharded(layout, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5 + 0.1
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "note": "written"}
+
+
+def write(rank: int, url: str, layout: str, world: int) -> dict[str, torch.Tensor]:
+    """Save under a layout; what was saved."""
+    state = trained(layout, world)
+    checkpointer = ftrain.Checkpointer(url)
+    assert checkpointer.load(state) == 0
+    checkpointer.save(STEP, state)
+    assert checkpointer.wait() == STEP
+    found = whole(state)
+    checkpointer.close()
+    return found
+
+
+def read(rank: int, url: str, layout: str, world: int) -> dict[str, torch.Tensor]:
+    """Load under another layout into a state that holds other values."""
+    model = sharded(layout, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0, foreach=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model, "optimizer": optimizer, "note": ""}
+    checkpointer = ftrain.Checkpointer(url)
+    assert checkpointer.load(state) == STEP
+    assert state["note"] == "written"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    found = whole(state)
+    checkpointer.close()
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_four_fsdp_ranks_are_read_on_three_two_and_one_and_under_tp(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    written = run_world(write, 4, url, "fsdp", 4)[0]
+    for layout, world in [("fsdp", 3), ("fsdp", 2), ("", 1), ("tp", 2)]:
+        for found in run_world(read, world, url, layout, world):
+            assert_equal(found, written)
+    checkpoint = RunStore(LocalStore(url)).open(STEP)
+    assert checkpoint.verify().ok
+    assert checkpoint.array("model/emb.weight").attributes["tied"] == ["model/head.weight"]
+    assert not any("head" in name for name in checkpoint.names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "world"), [("fsdp+tp", 4), ("hsdp", 4), ("tp", 2), ("ddp", 3), ("", 1)])
+def test_every_layout_is_read_under_every_other(tmp_path: Path, layout: str, world: int) -> None:
+    url = str(tmp_path / "run")
+    written = run_world(write, world, url, layout, world)[0]
+    for other, ranks in [("fsdp", 3), ("fsdp+tp", 4), ("hsdp", 4), ("tp", 2), ("ddp", 2), ("", 1)]:
+        for found in run_world(read, ranks, url, other, ranks):
+            assert_equal(found, written)
