@@ -143,6 +143,19 @@ def test_dead_agent_takes_its_node_along_and_the_run_starts_over(tmp_path):
         assert run.agent_pid() != old
 
 
+def test_an_agent_that_does_not_answer_is_replaced(tmp_path):
+    limits = {"backoff_s": 3.0, "max_restarts": 9, "unknown_restarts": 9, "same_failure": 9}
+    faults = (Fault(how="kill", step=1, attempt=0), Fault(how="kill", step=1, attempt=1))
+    with toy_run(tmp_path, steps=5, faults=faults, limits=limits, spec={"prepare_s": 3.0}) as run:
+        run.start()
+        wait_until(lambda: any(event.wait_s > 0 for event in run.events(Decided)), "a wait before the third attempt")
+        agent = run.agent_pid()
+        os.kill(agent, signal.SIGSTOP)
+        assert run.wait() == ExitCode.DONE
+        assert gone(agent)
+        assert [(died.pid, died.ours) for died in run.events(ProcessDied) if died.kind == "agent"][0] == (agent, True)
+
+
 def test_children_of_workers_end_with_the_agent_too(tmp_path):
     with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="fork", step=2, rank=1),)) as run:
         run.start()
