@@ -19,6 +19,7 @@ TIMEOUT_S = 300
 def world(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
     """What `work` returned on each rank; a rank's error is raised here. `work` is at module level: it is sent by name."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step"])
     with tempfile.TemporaryDirectory() as folder:
         answers = context.Queue()
         store = str(Path(folder) / "store")

@@ -2,7 +2,7 @@
 
 Two counts stand side by side. The paper's closed formulas (GELU, f = 4h, dropout) are what the literature quotes. This
 engine's layer is another one (SwiGLU, grouped queries, no dropout, attention that never writes its scores), so its memory is
-added up from the tensors it saves; the sum is an estimate until the report has laid a measurement beside it.
+added up from the tensors it saves; `benchmarks.memory` lays the storages found on running ranks beside the sum.
 How many micro-batches are held is what the schedule object holds.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ftrain.combinations import head_dim
 from ftrain.parallel.schedule import build, peak_in_flight
 from ftrain.plan.params import vocabulary_rows
 from ftrain.plan.setup import Recompute, Setup
@@ -33,19 +34,22 @@ def saved_tensors(setup: Setup) -> tuple[Saved, ...]:
     g = r if setup.config.parallel.sp_regather else 1
     tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, mesh.cp)
     normed = w * tokens * (Fraction(setup.queries, t) + setup.local_keys) if model.qk_norm else Fraction(0)
+    heads = normed / w / head_dim(setup.config)
+    exact = max(4, w)  # of norms, softmax and loss
     always: tuple[Recompute, ...] = ("none", "selective", "full")
     some: tuple[Recompute, ...] = ("none", "selective")
     rows: tuple[tuple[str, str, Fraction, tuple[Recompute, ...]], ...] = (
         ("layer input", "w sbh / r", w * tokens * model.hidden / r, always),
-        ("normed input of attention", "w sbh / g", w * tokens * model.hidden / g, ("none",)),
+        ("normed input of attention", "w sbh / g", w * tokens * model.hidden / g, some),
         ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), some),
         ("q, k before their norm", "w sb (q + kv) / t", normed, some),
         ("attention output", "w sbq / t", w * tokens * setup.queries / t, some),
-        ("log-sum-exp", "4 sba / t", 4 * tokens * model.heads / t, some),
+        ("log-sum-exp", "4 sba / t", exact * tokens * model.heads / t, ("none",)),
         ("input of the MLP's norm", "w sbh / r", w * tokens * model.hidden / r, some),
-        ("normed input of the MLP", "w sbh / g", w * tokens * model.hidden / g, ("none",)),
+        ("normed input of the MLP", "w sbh / g", w * tokens * model.hidden / g, some),
         ("gate and up", "2w sbf / t", 2 * w * tokens * model.ffn / t, some),
-        ("SwiGLU product", "w sbf / t", w * tokens * model.ffn / t, ("none",)),
+        ("SwiGLU product", "w sbf / t", w * tokens * model.ffn / t, some),
+        ("root mean squares of the norms", "8 sb / r, 4 sb a head", exact * (2 * tokens / r + heads), some),
     )
     return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows if value)
 
@@ -62,15 +66,32 @@ def working_bytes(setup: Setup) -> Fraction:
     )
 
 
-def logits_bytes(setup: Setup) -> Fraction:
-    """fp32 logits and their gradient on the rank with the head: 8 sbV / t."""
+def head_bytes(setup: Setup) -> Fraction:
+    """What the end of the model keeps of each micro-batch: the last norm's input and output, and the gradient of the logits,
+    w sbV / t, which is made in the forward pass."""
+    model, w, r = setup.config.model, setup.width, setup.sp
+    g = r if setup.config.parallel.sp_regather else 1
     tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
-    return 8 * tokens * vocabulary_rows(setup)
+    norm = w * tokens * model.hidden * (Fraction(1, r) + Fraction(1, g)) + max(4, w) * tokens / r
+    return norm + w * tokens * vocabulary_rows(setup)
+
+
+def logits_bytes(setup: Setup) -> Fraction:
+    """The logits in fp32, for as long as the loss is made of them: 4 sbV / t. Where activations are as wide, they become their
+    own gradient in place."""
+    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
+    return 4 * tokens * vocabulary_rows(setup) if setup.width < 4 else Fraction(0)
 
 
 def in_flight(setup: Setup) -> tuple[int, ...]:
     """(virtual stage, micro-batch) pairs that each pipeline rank holds at once."""
     return held(setup.options.schedule, p=setup.mesh.pp, m=setup.microbatches, v=setup.chunks)
+
+
+def heads_in_flight(setup: Setup) -> int:
+    """Micro-batches whose end of the model is held at once, by the rank with the head."""
+    m, p = setup.microbatches, setup.mesh.pp
+    return {"gpipe": m, "zb-h1": min(m, p)}.get(setup.options.schedule, 1) if p > 1 else 1
 
 
 def held(name: str, *, p: int, m: int, v: int) -> tuple[int, ...]:

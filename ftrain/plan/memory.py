@@ -12,14 +12,23 @@ from fractions import Fraction
 
 from ftrain.parallel.schedule import rank_of
 from ftrain.plan import state
-from ftrain.plan.activations import in_flight, layer_bytes, logits_bytes, paper_layer_bytes, saved_tensors, working_bytes
+from ftrain.plan.activations import (
+    head_bytes,
+    heads_in_flight,
+    in_flight,
+    layer_bytes,
+    logits_bytes,
+    paper_layer_bytes,
+    saved_tensors,
+    working_bytes,
+)
 from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
-from ftrain.plan.params import Shard, heaviest, replicated, shard
+from ftrain.plan.params import Shard, alignment, heaviest, replicated, shard
 from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Recompute, Setup, layout
 
 NOT_INCLUDED = (
     "CUDA context, NCCL channels and library workspaces (a few GB on a GPU)",
-    "allocator fragmentation and alignment",
+    "allocator fragmentation",
     "data loader and its prefetched batches",
     "evaluation, and anything a user's hook keeps",
 )
@@ -36,13 +45,17 @@ class RankMemory:
     gradients: Fraction
     master: Fraction
     moments: Fraction
+    alignment: Fraction
+    """Padding of the flat buffers that the records lie in."""
     activations: Fraction
+    """Kept for backward."""
     buffers: Fraction
+    """What an action needs while it runs."""
 
     @property
     def state(self) -> Fraction:
         """What stays from step to step."""
-        return self.weights + self.gradients + self.master + self.moments
+        return self.weights + self.gradients + self.master + self.moments + self.alignment
 
     @property
     def total(self) -> Fraction:
@@ -50,13 +63,18 @@ class RankMemory:
         return self.state + self.activations + self.buffers
 
 
-def all_ranks(setup: Setup, *, only: tuple[int, ...] = ()) -> tuple[RankMemory, ...]:
-    """The memory of every pipeline rank (or of `only` those), of its most loaded TP rank."""
-    stage_layer, working, head = layer_bytes(setup) / setup.chunks, working_bytes(setup), logits_bytes(setup)
-    buffers, split = buffer_bytes(setup), state.shares(setup)
+def all_ranks(setup: Setup, *, only: tuple[int, ...] = (), aligned: bool = True) -> tuple[RankMemory, ...]:
+    """The memory of every pipeline rank (or of `only` those), of its most loaded TP rank.
+
+    `aligned`: with the padding of the buffers, for which they are planned as the engine does.
+    """
+    stage_layer, head = layer_bytes(setup) / setup.chunks, heads_in_flight(setup) * head_bytes(setup)
+    buffers, split = buffer_bytes(setup) + working_bytes(setup), state.shares(setup)
     found, head_rank, held = [], _head_rank(setup), in_flight(setup)
     for pp in only or range(setup.mesh.pp):
         own = shard(setup, pp)
+        updated = own.total - (own.head if setup.config.model.tied else 0)  # at the other end of a tied embedding
+        padding = alignment(setup, pp) if aligned else 0
         found.append(
             RankMemory(
                 pp=pp,
@@ -64,18 +82,20 @@ def all_ranks(setup: Setup, *, only: tuple[int, ...] = ()) -> tuple[RankMemory, 
                 params=own.total,
                 weights=Fraction(state.WEIGHT * own.total, split["weights"]),
                 gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
-                master=Fraction(state.MASTER * own.total, split["master"]),
-                moments=Fraction(state.MOMENTS * own.total, split["moments"]),
-                activations=held[pp] * own.layers * stage_layer + working + (head if pp == head_rank else 0),
-                buffers=buffers + _gathered(setup, own),
+                master=Fraction(state.MASTER * updated, split["master"]),
+                moments=Fraction(state.MOMENTS * updated, split["moments"]),
+                alignment=padding * state.bytes_per_param(split),
+                activations=held[pp] * own.layers * stage_layer + (head if pp == head_rank else 0),
+                buffers=buffers + _gathered(setup, own) + (logits_bytes(setup) if pp == head_rank else 0),
             )
         )
     return tuple(found)
 
 
 def heaviest_ranks(setup: Setup) -> tuple[RankMemory, ...]:
-    """The ranks among which the worst one is: no other holds more parameters or more micro-batches."""
-    return all_ranks(setup, only=heaviest(setup))
+    """The ranks among which the worst one is: no other holds more parameters or more micro-batches. Without alignment, which
+    takes a few percent: a search asks for hundreds of layouts."""
+    return all_ranks(setup, only=heaviest(setup), aligned=False)
 
 
 def _head_rank(setup: Setup) -> int:
@@ -84,10 +104,19 @@ def _head_rank(setup: Setup) -> int:
 
 
 def buffer_bytes(setup: Setup) -> Fraction:
-    """Communication buffers: two whole activations for TP, one to send and one to receive for PP."""
-    model, mesh = setup.config.model, setup.mesh
-    whole = Fraction(setup.width * setup.config.data.seq_len * setup.config.batch.micro_batch * model.hidden, mesh.cp)
-    return (2 * whole if mesh.tp > 1 else Fraction(0)) + (2 * whole / setup.sp if mesh.pp > 1 else Fraction(0))
+    """Communication buffers: two whole activations for TP, and the messages of PP."""
+    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + link_bytes(setup)
+
+
+def link_bytes(setup: Setup) -> Fraction:
+    """What is under way between stages: p + 1 messages that left a rank and one that arrives (`ftrain.parallel.pipeline`)."""
+    return (setup.mesh.pp + 2) * _whole(setup) / setup.sp if setup.mesh.pp > 1 else Fraction(0)
+
+
+def _whole(setup: Setup) -> Fraction:
+    """w sbh: the activations of a micro-batch between two layers."""
+    batch = setup.config.batch.micro_batch
+    return Fraction(setup.width * setup.config.data.seq_len * batch * setup.config.model.hidden, setup.mesh.cp)
 
 
 def _gathered(setup: Setup, own: Shard) -> Fraction:
@@ -192,14 +221,18 @@ def _real(setup: Setup, ranks: tuple[RankMemory, ...]) -> Section:
 def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
     rows: list[tuple[Value, ...]] = []
     for rank in ranks:
-        parts = (rank.weights, rank.gradients, rank.master, rank.moments, rank.activations, rank.buffers, rank.total)
+        records = (rank.weights, rank.gradients, rank.master, rank.moments, rank.alignment)
+        parts = (*records, rank.activations, rank.buffers, rank.total)
         left = setup.profile.memory_bytes - rank.total
         rows.append((rank.pp, rank.layers, f"{rank.params:,}", *(size(part, digits=2) for part in parts), size(left, digits=2)))
     d = setup.mesh.shards
     return Table(
         key="stages",
         title="Per pipeline rank",
-        columns=("pp", "layers", "params", "weights", "grads", "master", "adam", "activations", "buffers", "total", "left"),
+        columns=(
+            *("pp", "layers", "params", "weights", "grads", "master", "adam", "alignment"),
+            *("activations", "buffers", "total", "left"),
+        ),
         rows=tuple(rows),
         formulas={
             "params": "layers x matrices / tp + norms + embedding (first) + head (last)",
@@ -207,8 +240,9 @@ def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
             "grads": "4 B x params",
             "master": f"4 B x params / (DP x CP = {d})",
             "adam": f"8 B x params / (DP x CP = {d})",
-            "activations": "held micro-batches (from the schedule) x layers x bytes of a layer + logits on the last",
-            "buffers": "2 sbh x w for TP, 2 for PP",
+            "alignment": "padding of the buckets, at the bytes per parameter of the rest",
+            "activations": "held micro-batches (from the schedule) x layers x bytes of a layer + end of the model on the last",
+            "buffers": "2w sbh for TP, (p + 2) w sbh / r for PP, what recompute makes again, fp32 logits where w < 4",
         },
         source=MEGATRON_MEMORY,
     )

@@ -89,6 +89,22 @@ def shard(setup: Setup, rank: int) -> Shard:
     )
 
 
+def alignment(setup: Setup, rank: int) -> int:
+    """Elements of a pipeline rank's buffers that belong to no parameter: its buckets, planned as the engine plans them."""
+    from ftrain.parallel.buckets import plan_buckets
+    from ftrain.parallel.layout import parameters
+    from ftrain.parallel.shape import Coordinate
+
+    if setup.options.sharding != "zero1":
+        return 0
+    if "specs" not in setup.memo:
+        counts = tuple(len(layers) for layers in setup.stages)
+        setup.memo["specs"] = parameters(setup.config.model, setup.mesh, layer_counts=counts, placement=setup.placement)
+    bucket_bytes = setup.config.parallel.bucket_mib * 2**20
+    buckets = plan_buckets(setup.memo["specs"], setup.mesh, Coordinate(pp=rank), bucket_bytes=bucket_bytes)
+    return sum(bucket.padding for bucket in buckets)
+
+
 def replicated(setup: Setup) -> int:
     """Extra copies of parameters that TP ranks hold more than once (norms; key and value heads where tp exceeds them)."""
     model, tp = setup.config.model, setup.mesh.tp

@@ -108,14 +108,14 @@ def test_recompute_keeps_less_and_sequence_parallelism_cuts_the_rest() -> None:
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
     reply = ask("plan memory configs/llama3-405b.toml --hardware h100")
     assert reply.code == 3
-    assert "With --recompute selective it needs 63.1 GB, which fits" in reply.said
-    assert ask("plan memory configs/llama3-405b.toml --hardware h100 --recompute selective").code == 0
+    assert "With --recompute full it needs 25.6 GB, which fits" in reply.said
+    assert ask("plan memory configs/llama3-405b.toml --hardware h100 --recompute full").code == 0
 
 
 def test_the_worst_rank_is_among_those_the_search_looks_at() -> None:
     for options in ({}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"schedule": "interleaved", "chunks": 2}):
         plan = setup("llama3-405b", **options)
-        worst = max(rank.total for rank in memory.all_ranks(plan))
+        worst = max(rank.total for rank in memory.all_ranks(plan, aligned=False))
         assert max(rank.total for rank in memory.heaviest_ranks(plan)) == worst
 
 
@@ -123,7 +123,8 @@ def test_fsdp_shards_everything_and_gathers_two_layers() -> None:
     plan = setup("llama3-8b", sharding="fsdp")
     (rank,) = memory.all_ranks(plan)
     assert rank.state == Fraction(18 * rank.params, 64)
-    assert rank.buffers == Fraction(rank.params, 32) * 8
+    logits = 4 * 8192 * 128_256  # in fp32, while the loss is made of them
+    assert rank.buffers == Fraction(rank.params, 32) * 8 + logits
 
 
 def test_ring_volumes_are_the_lower_bound() -> None:
