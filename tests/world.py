@@ -20,7 +20,7 @@ from typing import Any
 TIMEOUT_S = 60  # of a collective: a deadlock becomes an error that names the rank
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step", "ftrain.checkpoint.checkpointer"])
 
 
 class RankError(AssertionError):
