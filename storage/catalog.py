@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from storage.commit import CommitRecord, read_commit, read_manifest
@@ -18,6 +18,7 @@ from storage.errors import Damaged, FormatError, ObjectMissing
 from storage.keys import CHECKPOINTS, ObjectName, parse_key, step_folder
 from storage.manifest import Manifest
 from storage.objects import ObjectInfo, ObjectStore
+from storage.taint import read_reason
 
 __all__ = ["Catalog", "CheckpointInfo", "CheckpointState", "StepFolder", "read_catalog", "read_checked"]
 
@@ -31,13 +32,15 @@ class CheckpointState(StrEnum):
     """A commit that cannot be parsed, and none that counts."""
     FENCED = "fenced"
     """Only commits that a later epoch made void."""
+    TAINTED = "tainted"
+    """Only commits that a roll-back distrusts: kept, never chosen, opened when asked for by step."""
     INCOMPLETE = "incomplete"
     """No commit: being written, given up, or being deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A step's folder in one line. Everything but step, state and reason is that of the winning commit, if there is one."""
+    """A step's folder in one line. What follows step, state and reason is the winning commit's, or the tainted one's."""
 
     step: int
     state: CheckpointState
@@ -59,6 +62,8 @@ class StepFolder:
     """Those that parse, newest epoch first."""
     broken: tuple[str, ...]
     """One sentence for each that does not."""
+    taints: dict[int, str] = field(default_factory=dict)
+    """Epochs whose commits are distrusted, and why."""
 
     def winner(self, epochs: Epochs) -> CommitRecord | None:
         """The commit that counts, if there is one."""
@@ -66,18 +71,25 @@ class StepFolder:
 
     def counting(self, epochs: Epochs) -> list[CommitRecord]:
         """All commits that count, newest epoch first."""
-        return [c for c in self.commits if not epochs.fence(c.epoch, c.step)]
+        return [c for c in self.commits if c.epoch not in self.taints and not epochs.fence(c.epoch, c.step)]
+
+    @property
+    def tainted(self) -> list[CommitRecord]:
+        """All commits that are distrusted, newest epoch first: whether an epoch fences them makes no difference."""
+        return [c for c in self.commits if c.epoch in self.taints]
 
     def info(self, epochs: Epochs) -> CheckpointInfo:
         """The folder in one line."""
         record = self.winner(epochs)
+        state, reason = (CheckpointState.VALID, "") if record is not None else self._why_not(epochs)
+        if state is CheckpointState.TAINTED:
+            record = self.tainted[0]
         if record is None:
-            state, reason = self._why_not(epochs)
             return CheckpointInfo(step=self.step, state=state, reason=reason)
         return CheckpointInfo(
             step=self.step,
-            state=CheckpointState.VALID,
-            reason="",
+            state=state,
+            reason=reason,
             epoch=record.epoch,
             attempt=record.attempt,
             nbytes=record.nbytes,
@@ -88,6 +100,8 @@ class StepFolder:
     def _why_not(self, epochs: Epochs) -> tuple[CheckpointState, str]:
         if self.broken:
             return CheckpointState.DAMAGED, "; ".join(self.broken)
+        if self.tainted:
+            return CheckpointState.TAINTED, self.taints[self.tainted[0].epoch]
         if self.commits:
             return CheckpointState.FENCED, epochs.fence(self.commits[0].epoch, self.step)
         return CheckpointState.INCOMPLETE, "there is no commit"
@@ -125,8 +139,10 @@ def read_catalog(store: ObjectStore) -> Catalog:
 
 
 def _read_folder(store: ObjectStore, step: int, entries: list[tuple[ObjectName, ObjectInfo]]) -> StepFolder:
-    commits, broken = list[CommitRecord](), list[str]()
+    commits, broken, taints = list[CommitRecord](), list[str](), dict[int, str]()
     for name, info in entries:
+        if name.kind == "tainted":
+            taints[name.epoch] = read_reason(store, info.key)
         if name.kind == "commit":
             try:
                 commits.append(read_commit(store, info.key))
@@ -135,7 +151,7 @@ def _read_folder(store: ObjectStore, step: int, entries: list[tuple[ObjectName, 
             except ObjectMissing:
                 continue  # deleted since the listing
     commits.sort(key=lambda record: -record.epoch)
-    return StepFolder(step, tuple(entries), tuple(commits), tuple(broken))
+    return StepFolder(step, tuple(entries), tuple(commits), tuple(broken), taints)
 
 
 def read_checked(store: ObjectStore, folder: StepFolder, record: CommitRecord) -> Manifest:

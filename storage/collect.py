@@ -7,7 +7,8 @@ the last thing to go.
 
 What failed saves and dead attempts left behind is swept after the same period, by the store's own clock. Never touched are: the
 newest checkpoint that opens, anything in a step with a damaged commit (somebody may still save it), whatever the caller says is
-being written, and the newest attempt of the newest epoch, which may be at work right now.
+being written, and the newest attempt of the newest epoch, which may be at work right now. Tainted checkpoints (`storage.taint`)
+go only if that is asked for: nobody who goes back because he distrusts his results means to delete them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CollectReport:
 
     kept: list[int] = field(default_factory=list)
     """Steps whose checkpoints stay."""
+    tainted: list[int] = field(default_factory=list)
+    """Steps that also, or only, have a checkpoint which a roll-back distrusts: it stays unless its collection is asked for."""
     deleted_commits: list[int] = field(default_factory=list)
     """Steps whose checkpoints ceased to exist."""
     deleted_objects: int = 0
@@ -59,8 +62,9 @@ def collect(
     grace_s: float,
     live: frozenset[str] = frozenset(),
     writers: frozenset[tuple[int, int]] = frozenset(),
+    tainted: bool = False,
 ) -> CollectReport:
-    """Apply the policies and sweep. One caller at a time: the coordinator.
+    """Apply the policies and sweep. One caller at a time: the coordinator. `tainted`: those that a roll-back distrusts go, too.
 
     `live`: names or keys of packs that are being written. `writers`: (epoch, attempt) of those that may still write or
     wait for a commit, besides the newest one that storage knows of.
@@ -70,10 +74,14 @@ def collect(
     report.kept = sorted(kept)
     if kept:
         for folder, winner in catalog.newest_first():
-            if folder.step not in kept and not folder.broken and folder.commits:
-                _delete_commits(store, folder, now_s)
-                report.deleted_commits += [folder.step] if winner else []
-    sweep = _Sweep(store, read_catalog(store), report, now_s=now_s, grace_s=grace_s, spared=live | writers)
+            untainted = [c for c in folder.commits if c.epoch not in folder.taints and folder.step not in kept]
+            doomed = untainted + (folder.tainted if tainted else [])
+            if doomed and not folder.broken:
+                _delete_commits(store, doomed, now_s)
+                report.deleted_commits += [folder.step] if winner in doomed or len(doomed) > len(untainted) else []
+    catalog = read_catalog(store)
+    report.tainted = [folder.step for folder in catalog.folders if folder.tainted]
+    sweep = _Sweep(store, catalog, report, now_s=now_s, grace_s=grace_s, spared=live | writers)
     for folder in sweep.catalog.folders:
         sweep.folder(folder)
     return report
@@ -105,8 +113,8 @@ def _opens(store: ObjectStore, folder: StepFolder, record: CommitRecord, report:
     return True
 
 
-def _delete_commits(store: ObjectStore, folder: StepFolder, now_s: float) -> None:
-    for record in folder.commits:
+def _delete_commits(store: ObjectStore, records: Sequence[CommitRecord], now_s: float) -> None:
+    for record in records:
         stone = Tombstone(step=record.step, epoch=record.epoch, attempt=record.attempt, deleted_s=now_s)
         store.put(step_folder(record.step) + tombstone_name(record.epoch), encode_record(stone))
         store.delete(step_folder(record.step) + commit_name(record.epoch))
@@ -149,6 +157,9 @@ class _Sweep:
         for _, info in sorted(doomed, key=lambda entry: (entry[0].kind != "pack", entry[0].kind != "zarr", entry[1].key)):
             self._delete(info)
         self._bury(folder, stones, {info.key for _, info in doomed})
+        for name, info in folder.objects:
+            if name.kind == "tainted" and all(name.epoch != record.epoch for record in folder.commits):
+                self.store.delete(info.key)
 
     def _doomed(self, name: ObjectName, info: ObjectInfo, folder: StepFolder, stones: dict[str, Tombstone]) -> bool:
         """Whether an object belongs to nobody, and has for the whole grace period.
@@ -181,9 +192,9 @@ class _Sweep:
 
     def _bury(self, folder: StepFolder, stones: dict[str, Tombstone], deleted: set[str]) -> None:
         """Remove the tombstones that cover nothing any more."""
-        left = [
-            (n.epoch, n.attempt) for n, i in folder.objects if n.kind in ("pack", "manifest", "zarr") and i.key not in deleted
-        ]
+        held = {(record.epoch, record.attempt) for record in folder.commits}
+        written = [(n, i) for n, i in folder.objects if n.kind in ("pack", "manifest", "zarr") and i.key not in deleted]
+        left = {(n.epoch, n.attempt) for n, _ in written} - held
         for key, stone in stones.items():
             if not any(written_by <= (stone.epoch, stone.attempt) for written_by in left):
                 self.store.delete(key)

@@ -98,7 +98,7 @@ def heal(store: ObjectStore, step: int, donors: Sequence[Checkpoint], *, progres
 def _find(store: ObjectStore, step: int) -> tuple[StepFolder, CommitRecord]:
     catalog = read_catalog(store)
     for folder in catalog.folders:
-        record = folder.winner(catalog.epochs) if folder.step == step else None
+        record = folder.winner(catalog.epochs) or next(iter(folder.tainted), None) if folder.step == step else None
         if record is not None:
             return folder, record
         if folder.step == step:

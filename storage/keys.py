@@ -6,6 +6,7 @@
     checkpoints/step-00001000/e0004-a0007.zarr.json         or e0004-a0007.zarr/<array>.json when there are very many chunks
     checkpoints/step-00001000/commit-e0004.json
     checkpoints/step-00001000/deleted-e0004.json            the commit was deleted, the packs follow after a grace period
+    checkpoints/step-00001000/tainted-e0004.json            the commit is distrusted: kept, but never chosen
 
 Epoch and attempt are in every name, so that two writers that do not know of each other never write the same object.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "parse_epoch_key",
     "parse_key",
     "step_folder",
+    "taint_name",
     "tombstone_name",
     "view_name",
 ]
@@ -35,13 +37,13 @@ EPOCHS = "epochs/"
 
 _EPOCH = re.compile(r"epochs/e(\d{4,9})\.json")
 _FOLDER = re.compile(r"checkpoints/step-(\d{8,15})/(.+)")
-_COMMIT = re.compile(r"(commit|deleted)-e(\d{4,9})\.json")
+_COMMIT = re.compile(r"(commit|deleted|tainted)-e(\d{4,9})\.json")
 _WRITTEN = re.compile(r"e(\d{4,9})-a(\d{4,9})(?:-r(\d{5,9})\.(pack)|\.(manifest)|\.(zarr)(?:\.json|/.+))")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What the name of an object in a step's folder says. `kind`: pack, manifest, zarr, commit, deleted or other."""
+    """What the name of an object in a step's folder says. `kind`: pack, manifest, zarr, commit, deleted, tainted or other."""
 
     step: int
     name: str
@@ -90,6 +92,11 @@ def commit_name(epoch: int) -> str:
 def tombstone_name(epoch: int) -> str:
     """Name of the record that the commit of `epoch` was deleted on purpose, and when."""
     return f"deleted-e{epoch:04d}.json"
+
+
+def taint_name(epoch: int) -> str:
+    """Name of the record that the commit of `epoch` is distrusted, and why."""
+    return f"tainted-e{epoch:04d}.json"
 
 
 def parse_key(key: str) -> ObjectName | None:

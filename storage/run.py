@@ -14,13 +14,14 @@ from typing import Any, Literal
 from storage.catalog import CheckpointInfo, CheckpointState, StepFolder, read_catalog, read_checked
 from storage.checkpoint import Checkpoint
 from storage.collect import CollectReport, collect
-from storage.commit import CommitRef, commit
+from storage.commit import CommitRecord, CommitRef, commit
 from storage.epoch import Epochs, read_epochs, take_epoch
 from storage.errors import Damaged, Fenced, FormatError, NoCheckpoint, ObjectMissing, StorageError
 from storage.keys import pack_name, step_folder
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.retention import RetentionPolicy
+from storage.taint import Taint, write_taint
 
 __all__ = ["RunStore"]
 
@@ -31,7 +32,7 @@ class _PassedOver:
 
     damaged: list[tuple[int, str]] = field(default_factory=list)
     others: list[tuple[int, str]] = field(default_factory=list)
-    """Incomplete and fenced ones: nothing is wrong with them, they are no checkpoints."""
+    """Incomplete, fenced and tainted ones: they are no candidates."""
     error: StorageError | None = None
 
     def sentences(self) -> list[str]:
@@ -54,7 +55,7 @@ class RunStore:
         roll-back: later steps of earlier epochs cease to count), or None for the very beginning.
         """
         if isinstance(starts_from, int):
-            self.open(starts_from)
+            self.open(starts_from, tainted=False)
 
         def start(epochs: Epochs) -> int | None:
             return self._newest_step() if starts_from == "newest" else starts_from
@@ -72,15 +73,32 @@ class RunStore:
         """Make a checkpoint whose packs are stored exist; atomic. Raises `Fenced` if a later epoch went on without it."""
         return commit(self.store, manifest, now_s=self._clock())
 
+    def taint(self, *, after: int | None, reason: str) -> list[int]:
+        """Distrust every checkpoint that counts and comes after step `after` (None: all); before a roll-back takes its epoch.
+
+        They are kept until somebody asks for their collection, and open when asked for by step. The newest comes first: what
+        counts stays a history without holes wherever this is interrupted. Returns the steps.
+        """
+        catalog, found = read_catalog(self.store), list[int]()
+        for folder, winner in catalog.newest_first():
+            if winner is None or (after is not None and folder.step <= after):
+                continue
+            for record in folder.counting(catalog.epochs):
+                facts = {"step": record.step, "epoch": record.epoch, "attempt": record.attempt}
+                write_taint(self.store, Taint(**facts, reason=reason, tainted_s=self._clock()))
+            found.append(folder.step)
+        return found
+
     def checkpoints(self) -> list[CheckpointInfo]:
         """Every step's folder with its state, by step. Reads commits only, no manifests."""
         return read_catalog(self.store).infos()
 
-    def open(self, step: int | None = None, *, without: Mapping[int, str] | None = None) -> Checkpoint:
+    def open(self, step: int | None = None, *, without: Mapping[int, str] | None = None, tainted: bool = True) -> Checkpoint:
         """The checkpoint of a step, or the newest that opens: commit, manifest and the sizes of its packs are right.
 
         Newer ones that do not open are in its `passed_over`. `without`: steps to pass over, with reasons (they failed to load).
-        `NoCheckpoint` says why each candidate was passed over; for a given step, its own error is raised.
+        A tainted one is opened only for a given step that has no other, and not at all if `tainted` is False. `NoCheckpoint`
+        says why each candidate was passed over; for a given step, its own error is raised.
         """
         catalog, passed = read_catalog(self.store), _PassedOver()
         for folder, _ in catalog.newest_first():
@@ -89,7 +107,10 @@ class RunStore:
             if without and folder.step in without:
                 passed.damaged.append((folder.step, without[folder.step]))
                 continue
-            found = self._open_folder(folder, catalog.epochs, passed)
+            candidates = folder.counting(catalog.epochs)
+            if step is not None and tainted:
+                candidates = candidates or folder.tainted
+            found = self._open_folder(folder, candidates, catalog.epochs, passed)
             if found is not None:
                 return found
             if step is not None and passed.error is not None:
@@ -98,9 +119,11 @@ class RunStore:
         reasons = passed.sentences() or ["nothing is there"]
         raise NoCheckpoint(f"{self.store.url} has {what} to load ({'; '.join(reasons)})", candidates=reasons)
 
-    def _open_folder(self, folder: StepFolder, epochs: Epochs, passed: _PassedOver) -> Checkpoint | None:
-        """The newest commit of a folder that counts and opens."""
-        for record in folder.counting(epochs):
+    def _open_folder(
+        self, folder: StepFolder, candidates: Sequence[CommitRecord], epochs: Epochs, passed: _PassedOver
+    ) -> Checkpoint | None:
+        """The first of a folder's commits that opens."""
+        for record in candidates:
             try:
                 manifest = read_checked(self.store, folder, record)
             except (Damaged, FormatError, ObjectMissing) as problem:
@@ -127,10 +150,12 @@ class RunStore:
         grace_s: float,
         live: frozenset[str] = frozenset(),
         writers: frozenset[tuple[int, int]] = frozenset(),
+        tainted: bool = False,
     ) -> CollectReport:
         """Delete what no policy keeps and what nobody owns; see `storage.collect`. `Fenced` if another epoch owns the run."""
         if self.epoch is not None:
             newest = read_epochs(self.store).newest
             if newest != self.epoch:
                 raise Fenced(f"epoch {self.epoch} may not delete anything: epoch {newest} owns the run", "epochs")
-        return collect(self.store, policies, now_s=now_s, grace_s=grace_s, live=live, writers=writers)
+        how = {"now_s": now_s, "grace_s": grace_s}
+        return collect(self.store, policies, **how, live=live, writers=writers, tainted=tainted)

@@ -19,6 +19,7 @@ from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
+    from storage.catalog import CheckpointInfo
     from storage.checkpoint import Checkpoint
     from storage.run import RunStore
 
@@ -50,6 +51,9 @@ def opened(url: str) -> Iterator[RunStore]:
 def ls(url: str, as_json: bool) -> None:
     """List the checkpoints of a run, and why one does not count.
 
+    A tainted one lies behind the onset of something that the run went back from: it is kept, never chosen, and can be had by
+    URL@STEP.
+
     \b
     Example:
       ftrain ckpt ls runs/demo
@@ -62,21 +66,17 @@ def ls(url: str, as_json: bool) -> None:
         render.json(msgspec.to_builtins(found))
         return
     render.table(
-        ("step", "state", "epoch", "attempt", "size", "written", "eval loss", "reason"),
-        [
-            (
-                info.step,
-                info.state,
-                info.epoch,
-                info.attempt,
-                format_bytes(info.nbytes),
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_s)),
-                "" if info.metric is None else f"{info.metric:.4f}",
-                info.reason,
-            )
-            for info in found
-        ],
+        ("step", "state", "epoch", "attempt", "size", "written", "eval loss", "reason"), [_row(info) for info in found]
     )
+
+
+def _row(info: CheckpointInfo) -> tuple[object, ...]:
+    """A line of `ls`; what only a commit knows is left empty where there is none."""
+    if info.epoch < 0:
+        return info.step, info.state, "", "", "", "", "", info.reason
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_s))
+    metric = "" if info.metric is None else f"{info.metric:.4f}"
+    return info.step, info.state, info.epoch, info.attempt, format_bytes(info.nbytes), written, metric, info.reason
 
 
 @ckpt.command()

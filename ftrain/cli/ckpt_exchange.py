@@ -134,11 +134,13 @@ def _shown() -> Any:
 @click.option("--keep-best", type=click.IntRange(1), help="Keep the N of the lowest evaluation loss.")
 @click.option("--pin", multiple=True, type=click.IntRange(0), help="Keep this step. May be given several times.")
 @click.option("--grace", "grace_s", type=click.FloatRange(0), help="Packs outlive their commit by so many seconds.")
+@click.option("--tainted", is_flag=True, help="Also delete those that a roll-back distrusts (ckpt ls: tainted).")
 @json_option
-def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep: Any) -> None:
+def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_json: bool, **keep: Any) -> None:
     """Show what would be deleted by the run's own retention rules, or by those given here; delete it with --yes.
 
-    The newest checkpoint that opens is never deleted. Commits go first, packs after the grace period: run it again then.
+    The newest checkpoint that opens is never deleted, tainted ones only when asked for. Commits go first, packs after the
+    grace period: run it again then.
 
     \b
     Examples:
@@ -161,9 +163,9 @@ def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep
             _require_idle(url)
             check_holder(run.store, take_over=False)
         overlay = OverlayStore(run.store)
-        report = RunStore(overlay).collect(policies, now_s=time.time(), grace_s=grace)
+        report = RunStore(overlay).collect(policies, now_s=time.time(), grace_s=grace, tainted=tainted)
         if yes:
-            report = run.collect(policies, now_s=time.time(), grace_s=grace)
+            report = run.collect(policies, now_s=time.time(), grace_s=grace, tainted=tainted)
     facts = {"done": yes, **msgspec.to_builtins(report), "objects": sorted(overlay.deleted)}
     if as_json:
         render.json(facts)
@@ -173,6 +175,8 @@ def gc_command(url: str, yes: bool, grace_s: float | None, as_json: bool, **keep
     render.data(
         f"sweep     {report.deleted_objects} objects, {format_bytes(report.freed_bytes)} (the rest after {grace:.0f} s)"
     )
+    if report.tainted:
+        render.data(f"tainted   {', '.join(map(str, report.tainted))}: kept as well; --tainted deletes them")
     for reason in report.skipped:
         render.data(f"skip      {reason}")
     if not yes:

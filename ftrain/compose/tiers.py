@@ -190,6 +190,11 @@ def mirror_checkpoint(run: RunStore, mirror: RunStore, step: int) -> int:
     behind = [info.step for info in mirror.checkpoints() if info.state is CheckpointState.VALID]
     if any(other > step for other in behind) or (step in behind and not _same(mirror, step, source.manifest.digests)):
         start = max((other for other in behind if other < step), default=None)
+        tainted = [
+            info.reason for info in run.checkpoints() if info.state is CheckpointState.TAINTED and info.step > (start or 0)
+        ]
+        if tainted:
+            mirror.taint(after=start, reason=tainted[0])
         mirror.take_epoch(owner={"copy_of": "a roll-back of the run", "step": step}, starts_from=start)
     return copy_checkpoint(source, mirror).nbytes
 

@@ -9,6 +9,8 @@ import pytest
 from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
 from recovery.events import AttemptStarted, EpochTaken, InterruptionClassified, Suspected, steps_of
+from storage.objects import open_store
+from storage.run import RunStore
 from tests.chaos.test_kills import check_same_end, fault
 from tests.runs import TinyRun, no_process_left
 
@@ -44,6 +46,12 @@ def test_a_run_that_cannot_work_goes_back_and_then_stops_for_a_person(tmp_path: 
     epochs = [event for event in told if isinstance(event, EpochTaken)]
     assert all((epoch.starts_from or 0) < int(next(iter(onsets))) for epoch in epochs)
     assert len(epochs) > 1
+    stored = RunStore(open_store(run.url))
+    doubtful = [info for info in stored.checkpoints() if info.step >= int(next(iter(onsets)))]
+    assert {(info.state, info.reason.partition(":")[0]) for info in doubtful} <= {
+        ("tainted", f"the run went back to before step {next(iter(onsets))}")
+    }
+    assert all(stored.open(info.step).verify().ok for info in doubtful)
 
 
 def test_a_flipped_bit_that_nobody_saw_is_found_when_its_steps_are_done_again(

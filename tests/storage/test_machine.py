@@ -39,7 +39,9 @@ crashes = st.none() | st.tuples(st.integers(0, 14), st.sampled_from(["before", "
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """`epochs`: number -> step it starts from. `commits`: (epoch, step) -> which values. `packs`: stored, not committed yet."""
+    """`epochs`: number -> step it starts from. `commits`: (epoch, step) -> which values. `packs`: stored, not committed yet.
+    `tainted`: commits that a roll-back distrusts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +49,15 @@ class StorageMachine(RuleBasedStateMachine):
         self.epochs: dict[int, int] = {}
         self.commits: dict[tuple[int, int], int] = {}
         self.packs: list[tuple[Manifest, int]] = []
+        self.tainted: set[tuple[int, int]] = set()
         self.attempt = 0
 
     # -- what counts, by the rule of the architecture ----------------------------------------------------------------------
 
     def counts(self, epoch: int, step: int) -> bool:
+        return (epoch, step) not in self.tainted and self.unfenced(epoch, step)
+
+    def unfenced(self, epoch: int, step: int) -> bool:
         return not any(later > epoch and start < step for later, start in self.epochs.items())
 
     def visible(self) -> dict[int, int]:
@@ -85,6 +91,21 @@ class StorageMachine(RuleBasedStateMachine):
             taken = number
         assert taken == number
         self.epochs[number] = -1 if start is None else start
+
+    @precondition(lambda self: self.visible())
+    @rule(crash=crashes, back=st.integers(1, 3))
+    def roll_back(self, crash: tuple[int, When] | None, back: int) -> None:
+        """Results are distrusted: what came after some checkpoint is tainted, perhaps not all of it; then an epoch is taken."""
+        steps = sorted(self.visible())
+        start = steps[-1 - back] if back < len(steps) else None
+        after = [group for group in self.commits if self.counts(*group) and (start is None or group[1] > start)]
+        try:
+            RunStore(self.dying(crash)).taint(after=start, reason="loss spike")
+        except Crash:
+            self.tainted |= {g for g in after if self.store.exists(f"checkpoints/step-{g[1]:08d}/tainted-e{g[0]:04d}.json")}
+            return
+        self.tainted |= set(after)
+        self.take_epoch(None, back=0)
 
     @rule(crash=crashes, values=st.integers(0, 3), ahead=st.integers(1, 3), old=st.integers(0, 2))
     def put_parts(self, crash: tuple[int, When] | None, values: int, ahead: int, old: int) -> None:
@@ -137,7 +158,7 @@ class StorageMachine(RuleBasedStateMachine):
             gone = {g for g in self.commits if not self._committed(*g)}
             assert not {step for epoch, step in gone if self.counts(epoch, step)} & kept, "what is kept is never touched"
         else:
-            gone = {g for g in self.commits if visible and g[1] not in kept}
+            gone = {g for g in self.commits if visible and g[1] not in kept} - self.tainted
         self.commits = {group: values for group, values in self.commits.items() if group not in gone}
 
     def _waits(self, key: str) -> bool:
@@ -151,8 +172,10 @@ class StorageMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_looks_sees_what_the_model_says(self) -> None:
         run, visible = RunStore(self.store), self.visible()
-        valid = {info.step for info in run.checkpoints() if info.state is CheckpointState.VALID}
-        assert valid == set(visible)
+        infos = run.checkpoints()
+        assert {info.step for info in infos if info.state is CheckpointState.VALID} == set(visible)
+        tainted = {info.step for info in infos if info.state is CheckpointState.TAINTED}
+        assert tainted == {step for _, step in self.tainted} - set(visible)
         try:
             opened = run.open()
         except NoCheckpoint:
@@ -168,7 +191,11 @@ class StorageMachine(RuleBasedStateMachine):
         return holds(RunStore(self.store).open(step), state)
 
     def teardown(self) -> None:
-        """At the end every checkpoint there is verifies, not only the newest."""
+        """At the end every checkpoint there is verifies, not only the newest, and of the tainted none is lost."""
+        for epoch, step in self.tainted:
+            assert self._committed(epoch, step)
+            if step not in self.visible():
+                assert RunStore(self.store).open(step).verify().ok
         for step, values in self.visible().items():
             assert RunStore(self.store).open(step).verify().ok
             assert self._holds(step, values)

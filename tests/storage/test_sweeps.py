@@ -12,7 +12,7 @@ from storage.errors import Fenced, StorageError
 from storage.keys import step_folder
 from storage.memory import MemoryStore
 from storage.objects import ByteRange, ObjectStore
-from storage.pack import ArraySpec
+from storage.pack import ArraySpec, PartGeometry
 from storage.reader import Want
 from storage.run import RunStore
 from storage.testing import swap, truncate, zero
@@ -142,13 +142,23 @@ def loaded(run: RunStore) -> Values | None:
     return values if proofs == checkpoint.manifest.digests else None
 
 
+def in_a_gap(run: RunStore, key: str, good: bytes) -> bool:
+    """Whether nothing but bytes between the parts of a pack is wrong: they hold nothing, and no load reads them."""
+    wrong = {at for at, (a, b) in enumerate(zip(run.store.get(key), good, strict=True)) if a != b}
+    for pack, part in run.open(10).manifest.parts:
+        if key.endswith(pack.name):
+            wrong -= set(range(part.position, part.position + PartGeometry.of(LARGE[part.array], part.shape).nbytes))
+    return bool(wrong)
+
+
 def check_found(run: RunStore, key: str, good: bytes, what: str) -> None:
     assert not verified(run), f"verify missed {what} of {key}"
     values = loaded(run)
     if key.endswith(".pack"):
-        assert values is None, f"a load missed {what} of {key}"
-    if values is not None:  # the Zarr view is not what a load reads
+        assert values is None or in_a_gap(run, key, good), f"a load missed {what} of {key}"
+    elif values is not None:  # the Zarr view is not what a load reads
         assert ".zarr" in key, key
+    if values is not None:
         assert all(values[name].tobytes() == LARGE_VALUES[name].tobytes() for name in LARGE)
     run.store.put(key, good)
 
