@@ -167,6 +167,7 @@ class RunDelegate(ElasticDelegate):
         if not back:
             return ()
         self._memory_step, self._committed = None, step
+        self._run.taint(after=step, reason=self._doubts.verdict)
         self._told += self._take_epoch(step)
         return self._layouts.void()
 
