@@ -102,3 +102,13 @@ def test_scale(tmp_path: Path) -> None:
         assert 1 <= model["bytes_read_over_needed"] < 1.1
         assert 1 <= model["bytes_over_14"] < 1.01
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_times(tmp_path: Path) -> None:
+    result = tiny("times", tmp_path)
+    assert set(result["cases"]) == {"single", "tp2", "pp2", "dp2", "tp2_pp2"}
+    for case in result["cases"].values():
+        assert case["measured_over_plain"] > 0
+        assert sum(case["shares"].values()) == pytest.approx(1, abs=0.01)
