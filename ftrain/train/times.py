@@ -129,7 +129,8 @@ class Times:
             collection.wait()
         if into:
             told = {"device": seam.name(self._device), "dtype": str(self._passes.pipeline.dtype).removeprefix("torch.")}
-            self._report(_summary(step, [values.tolist() for values in into], self._mesh, **told))
+            kinds = _means(actions) if schedule else {}
+            self._report(_summary(step, [values.tolist() for values in into], self._mesh, actions=kinds, **told))
 
 
 def _table(schedule: Schedule, took: dict[Action, float]) -> torch.Tensor:
@@ -138,6 +139,12 @@ def _table(schedule: Schedule, took: dict[Action, float]) -> torch.Tensor:
     for action, seconds in took.items():
         table[KINDS.index(action.kind), action.stage, action.microbatch] = seconds
     return table
+
+
+def _means(table: torch.Tensor) -> dict[str, list[float]]:
+    """Mean seconds of each kind of action on each virtual stage; kinds that the schedule does not have are left out."""
+    means = {kind.value: table[index].mean(-1).tolist() for index, kind in enumerate(KINDS)}
+    return {kind: [round(seconds, DIGITS) for seconds in stages] for kind, stages in means.items() if any(stages)}
 
 
 def _idle(schedule: Schedule, table: torch.Tensor) -> Sequence[Idle]:
@@ -172,19 +179,27 @@ def _buckets(found: Spent, least: Sequence[Sequence[float]], idle: Idle | None, 
     return buckets
 
 
-def _summary(step: int, ranks: Sequence[Sequence[float]], mesh: Mesh, **told: str) -> StepTimes:
-    """Means over the ranks, and of each bucket the rank with the most of it."""
-    worst = {}
+def _mean(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of each bucket, over these ranks."""
+    return {name: round(sum(values[index] for values in ranks) / len(ranks), DIGITS) for index, name in enumerate(BUCKETS)}
+
+
+def _summary(step: int, ranks: Sequence[Sequence[float]], mesh: Mesh, **told: Any) -> StepTimes:
+    """Means over the ranks, over those of each stage, and of each bucket the rank with the most of it."""
+    worst, shape = {}, mesh.shape
+    places = [shape.coordinate(rank).pp for rank in range(len(ranks))]
     for index, bucket in enumerate(BUCKETS):
         rank = max(range(len(ranks)), key=lambda it: ranks[it][index])
         worst[bucket] = (rank, round(ranks[rank][index], DIGITS))
     return StepTimes(
         step=step,
-        mean={name: round(sum(values[index] for values in ranks) / len(ranks), DIGITS) for index, name in enumerate(BUCKETS)},
+        mean=_mean(ranks),
         worst=worst,
-        memory=[
-            RankMemory(rank, mesh.shape.coordinate(rank).pp, *map(int, values[len(BUCKETS) :]))
-            for rank, values in enumerate(ranks)
+        memory=[RankMemory(rank, places[rank], *map(int, values[len(BUCKETS) :])) for rank, values in enumerate(ranks)],
+        stages=[
+            _mean([values for rank, values in enumerate(ranks) if places[rank] == stage])
+            for stage in range(shape.pp)
+            if shape.pp > 1
         ],
         **told,
     )

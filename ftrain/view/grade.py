@@ -6,12 +6,14 @@ says which assumption was wrong: a step predicted too short the kernel share, a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from ftrain.plan import cost
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import show
 from ftrain.view.predict import Predicted, predict
@@ -61,7 +63,7 @@ def grade(run: Recorded) -> Grade:
 
 
 def _rows(said: Predicted, found: Measured) -> list[GradeRow]:
-    return [*_step(said, found), *(_stage(said, found, pp) for pp in range(said.setup.mesh.pp))]
+    return [*_step(said, found), *(row for pp in range(said.setup.mesh.pp) for row in _stage(said, found, pp))]
 
 
 def _step(said: Predicted, found: Measured) -> list[GradeRow]:
@@ -99,11 +101,43 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
     return rows
 
 
-def _stage(said: Predicted, found: Measured, pp: int) -> GradeRow:
-    """The fullest rank of a pipeline stage."""
-    peaks = [float(rank.peak) for rank in found.memory if rank.stage == pp]
-    how = "ftrain plan memory: state + activations + buffers | peak of a rank (CPU: its whole resident memory)"
-    return _row("memory", "memory of the fullest rank", "B", pp, (float(said.memory[pp].total), max(peaks, default=None)), how)
+def _stage(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
+    """The fullest rank of a pipeline stage, what stays in it from step to step, and how its ranks spend a step."""
+    mine = sorted((rank for rank in found.memory if rank.stage == pp), key=lambda rank: rank.peak)
+    peak, used = (mine[-1].peak, mine[-1].used) if mine else (None, None)
+    active, memory = (None if peak is None or used is None else peak - used), said.memory[pp]
+    cpu = "; on a CPU of the whole process, libraries included"
+    kinds = (
+        ("memory", "memory", memory.total, peak, f"state + activations + buffers | peak{cpu}"),
+        ("state", "weights, gradients and optimizer", memory.state, used,
+         f"weights + gradients + master + moments | used between two steps{cpu}"),
+        ("activations", "activations and buffers", memory.activations + memory.buffers,
+         active, "activations + buffers | peak - used between two steps"),
+    )  # fmt: skip
+    for key, label, expected, value, how in kinds:
+        yield _row(
+            key, label, "B", pp, (float(expected), None if value is None else float(value)), f"ftrain plan memory: {how}"
+        )
+    if pp < len(found.stages):
+        times = found.stages[pp]
+        step = said.step
+        yield _row("busy_s", "computing", "s", pp, (_share_of(said, pp) if step else None, times.get("compute")),
+                   "its operations / (peak x kernel share) | compute bucket, mean of its ranks")  # fmt: skip
+        for key, bucket in (("bubble_s", "bubble"), ("imbalance_s", "imbalance")):
+            yield _row(key, f"waiting: {bucket}", "s", pp, (None, times.get(bucket)), f"- | {bucket} bucket, mean of its ranks")
+        heaviest = max(each.get("compute", 0.0) for each in found.stages)
+        mean = sum(each.get("compute", 0.0) for each in found.stages) / len(found.stages)
+        if heaviest == times.get("compute") and mean:
+            yield _row("slowest_over_mean", "slowest stage, over the mean of the stages", "", pp,
+                       (float(cost.imbalance(said.setup)), heaviest / mean), "operations | compute buckets")  # fmt: skip
+
+
+def _share_of(said: Predicted, pp: int) -> float:
+    """Seconds that a pipeline rank computes in a step, predicted."""
+    setup, profile = said.setup, said.setup.profile
+    flops = cost.stage_flops(setup)
+    mine = float(sum(flops[stage] for stage in setup.stages_of(pp))) * setup.microbatches
+    return mine / (profile.peak_flops * profile.assumed.kernel_share)
 
 
 def _row(key: str, label: str, unit: str, stage: int | None, both: tuple[float | None, float | None], how: str) -> GradeRow:

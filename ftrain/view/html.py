@@ -16,9 +16,10 @@ from pathlib import Path
 from ftrain.units import format_bytes, format_count, format_seconds
 from ftrain.view import clock, gantt, plot
 from ftrain.view import grade as grading
+from ftrain.view.measured import measured
 from ftrain.view.numbers import show
 from ftrain.view.pace import pace
-from ftrain.view.pipelines import predicted_line
+from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
 from recovery.report_text import evidence_text
@@ -189,8 +190,12 @@ def _step(run: Recorded) -> str:
 def _pipeline(run: Recorded) -> str:
     if run.config is None or run.config.parallel.pp == 1:
         return _none("one stage: no pipeline")
-    line = predicted_line(run.config)
-    return _none("too many actions to draw") if line is None else _wide(gantt.gantt(line, title="predicted", key="predicted"))
+    line, real = predicted_line(run.config), measured_line(run.config, measured(run))
+    drawn = _none("too many actions to draw") if line is None else _wide(gantt.gantt(line, title="predicted", key="predicted"))
+    if real is None:
+        return drawn + _none("measured: not recorded, or metrics.jsonl is on another machine")
+    title = "with the time that each kind of action took on each stage"
+    return drawn + _wide(gantt.gantt(real, title=title, key="measured", unit_s=1.0))
 
 
 def _memory(found: grading.Grade) -> str:

@@ -7,7 +7,7 @@ which runs out of memory first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,11 @@ WAITING = ("bubble", "imbalance")
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most that a rank used, bytes. `stage` is its pipeline rank."""
+    """The most that a rank used, bytes: between two steps, and in one. `stage` is its pipeline rank."""
 
     rank: int
     stage: int
+    used: int
     peak: int
 
 
@@ -41,6 +42,10 @@ class Measured:
     worst: Mapping[str, float] = field(default_factory=dict)
     """The same of the rank with the most of it."""
     memory: tuple[RankMemory, ...] = ()
+    stages: tuple[Mapping[str, float], ...] = ()
+    """Of each pipeline rank: bucket -> seconds of a step; empty without a pipeline."""
+    actions: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Kind of action -> mean seconds on each virtual stage."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -91,6 +96,8 @@ def measured(run: Recorded) -> Measured:
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
         memory=tuple(_memory(times)),
+        stages=_by_place([line["stages"] for line in times if line.get("stages")]),
+        actions=_actions([line["actions"] for line in times if line.get("actions")]),
     )
 
 
@@ -111,6 +118,20 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
+def _by_place(rows: list[list[dict[str, float]]]) -> tuple[dict[str, float], ...]:
+    """Medians over the steps, stage by stage."""
+    return tuple(_medians(list(of_stage)) for of_stage in zip(*rows, strict=True))
+
+
+def _actions(rows: list[dict[str, list[float]]]) -> dict[str, tuple[float, ...]]:
+    """Medians over the steps, of each kind on each stage."""
+    found = {}
+    for kind in dict.fromkeys(kind for row in rows for kind in row):
+        columns = zip(*(row[kind] for row in rows if kind in row), strict=True)
+        found[kind] = tuple(middle.value for column in columns if (middle := median(column)))
+    return found
+
+
 def _memory(times: list[dict[str, Any]]) -> Iterator[RankMemory]:
     """The highest peak of each rank over the steps; lines hold (rank, stage, used, reserved, peak)."""
     peaks: dict[int, RankMemory] = {}
@@ -118,5 +139,5 @@ def _memory(times: list[dict[str, Any]]) -> Iterator[RankMemory]:
         for rank, stage, used, reserved, peak in line.get("memory", ()):
             most = max(int(used), int(reserved), int(peak))
             if rank not in peaks or peaks[rank].peak < most:
-                peaks[rank] = RankMemory(int(rank), int(stage), most)
+                peaks[rank] = RankMemory(int(rank), int(stage), int(used), most)
     yield from (peaks[rank] for rank in sorted(peaks))

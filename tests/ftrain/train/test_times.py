@@ -19,6 +19,7 @@ from ftrain.ramp import position
 from ftrain.train.times import BUCKETS, Times
 
 DELAY, STEPS = 0.05, 6
+SHORT = {"global_batch": 2}  # few messages, so that a busy machine cannot delay many of them
 FP32 = {"compute_dtype": "float32"}
 
 
@@ -186,7 +187,7 @@ def test_a_slow_link_between_replicas_is_dp():
 
 @pytest.mark.dist
 def test_a_slow_tensor_parallel_rank_is_imbalance_for_the_other():
-    config = tiny(ranks=2, parallel={"tp": 2}, model={"layers": 1}, batch={"global_batch": 2}, machine=FP32)
+    config = tiny(ranks=2, parallel={"tp": 2}, model={"layers": 1}, batch=SHORT, machine=FP32)
     reports, _ = run(config, stage_delay)
     assert middle(reports, "imbalance") >= 0.8 * DELAY
     assert least(reports, "tp") < 0.8 * DELAY
@@ -195,7 +196,7 @@ def test_a_slow_tensor_parallel_rank_is_imbalance_for_the_other():
 @pytest.mark.dist
 def test_a_slow_stage_is_imbalance_and_not_bubble():
     """On paper: the same work spread evenly would make the bubble longer only by what p - 1 actions grow."""
-    reports, _ = run(piped(), stage_delay)
+    reports, _ = run(piped(batch=SHORT), stage_delay)
     assert middle(reports, "imbalance") >= 0.5 * DELAY
     assert least(reports, "bubble") < 0.5 * DELAY
     assert least(reports, "pp") < 0.5 * DELAY
@@ -203,7 +204,7 @@ def test_a_slow_stage_is_imbalance_and_not_bubble():
 
 @pytest.mark.dist
 def test_a_slow_link_between_stages_is_pp():
-    reports, _ = run(piped(), transfer_delay)
+    reports, _ = run(piped(batch=SHORT), transfer_delay)
     assert middle(reports, "pp") >= 0.8 * DELAY
     assert least(reports, "imbalance") < 0.8 * DELAY
     assert least(reports, "bubble") < 0.8 * DELAY
@@ -222,3 +223,9 @@ def test_every_axis_at_once_adds_up():
         assert min(report.mean.values()) >= 0
         assert {of_rank.stage for of_rank in report.memory} == {0, 1}
     assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "tp", "pp", "dp", "data"))
+    for report in reports:  # the stages' means are the ranks': as many on each stage
+        assert len(report.stages) == 2
+        for bucket, mean in report.mean.items():
+            assert statistics.mean(stage[bucket] for stage in report.stages) == pytest.approx(mean, abs=2e-6)
+        assert set(report.actions) == {"F", "B"}
+        assert all(len(stages) == 2 and min(stages) > 0 for stages in report.actions.values())

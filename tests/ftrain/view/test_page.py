@@ -41,7 +41,8 @@ def times(attempt: int, step: int) -> dict[str, Any]:
         "dtype": "fp32",
     }
     line = {"attempt": attempt, "layout": "pp4 x dp1", "step": step, "tokens": 1024, "seconds": 2.0}
-    return {**line, **rates, "mean": BUCKETS, "worst": worst, "memory": memory}
+    stages = {"stages": [BUCKETS] * 4, "actions": {"F": [0.01] * 4, "B": [0.02] * 4}}
+    return {**line, **rates, **stages, "mean": BUCKETS, "worst": worst, "memory": memory}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,8 @@ def test_the_facts_of_the_run_are_on_the_page(opened: Browser) -> None:
     assert opened.value("document.querySelectorAll('svg[data-plot=loss] circle.heldout').length") == 2
     assert opened.value("document.querySelectorAll('svg[data-plot=loss] polyline.undone').length") == 1
     assert opened.value("document.querySelectorAll('#predicted rect.kF').length") == 4 * 8  # stages x micro-batches
+    assert opened.value("document.querySelectorAll('svg#measured rect.kB').length") == 4 * 8
+    assert "idle 27.3 % of the total, 330.0 ms" in opened.value("document.querySelector('svg#measured').textContent")  # 3 / 11
     shares = opened.value(
         "[...document.querySelectorAll('#buckets td:nth-child(3)')].map(cell => parseFloat(cell.textContent))"
     )
@@ -114,7 +117,7 @@ def test_a_phone_scrolls_tables_and_never_the_page(opened: Browser, width: int) 
         "[...document.querySelectorAll('svg.plot, svg.clock, svg.gantt, #memory')].map(svg => svg.clientWidth"
         " / svg.viewBox.baseVal.width * parseFloat(getComputedStyle(svg.querySelector('text')).fontSize))"
     )
-    assert len(sizes) == 6
+    assert len(sizes) == 7
     assert min(sizes) >= 10  # px, as seen
 
 
