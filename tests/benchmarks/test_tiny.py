@@ -63,6 +63,15 @@ def test_bubble(tmp_path: Path) -> None:
             assert 0 < case["simulated"] < 1
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_context(tmp_path: Path) -> None:
+    result = tiny("context", tmp_path)
+    assert result["ring_peak_times_cp"] == pytest.approx(2, abs=0.05)  # two blocks of keys and values, two of their gradients
+    assert result["ring_over_all_gather"]["cp2"] == pytest.approx(2 / 3, abs=0.02)  # 2 of 1 + cp
+    assert all(value > 0 for value in result["cpu_over_one_process"].values())
+
+
 def test_save(tmp_path: Path) -> None:
     result = tiny("save", tmp_path)
     assert {"cpu_s_per_gib", "cpu_s_per_gib_with_digest", "wall_over_plain_fsync", "dcp_wall_over_ours"} < result.keys()
