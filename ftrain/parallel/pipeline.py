@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ftrain.parallel.clock import COMPUTE, Timer
 from ftrain.parallel.mesh import Mesh, Pending
@@ -64,10 +65,13 @@ class Timed:
 
 @dataclass(slots=True)
 class _Segment:
-    """One micro-batch in one segment of a stage: where autograd starts and what it leads to."""
+    """One micro-batch in one segment of a stage: where autograd starts and what it leads to.
+
+    The root is a place in autograd's graph, not a tensor: nobody needs the values of the output for its backward.
+    """
 
     leaf: torch.Tensor
-    root: torch.Tensor
+    root: torch.Tensor | GradientEdge | None
     queue: list[Outer] = field(default_factory=list)
 
 
@@ -94,7 +98,7 @@ class Stage:
             if torch.is_grad_enabled() and x.is_floating_point():
                 x = x.detach().requires_grad_()
             leaf, x = x, self.module(x, part, job.documents(microbatch))
-            held.append(_Segment(leaf, x))
+            held.append(_Segment(leaf, get_gradient_edge(x) if x.requires_grad else None))
         if ends:
             loss = job.finish(microbatch, x)
             if loss is not None:
@@ -117,9 +121,10 @@ class Stage:
     def backward_part(self, microbatch: int, index: int) -> None:
         """One segment's gradients."""
         segment = self._held[microbatch][index]
+        assert segment.root is not None, "forward ran without gradients"
         torch.autograd.backward(segment.root, self._flow[microbatch])
         self._flow[microbatch] = segment.leaf.grad
-        segment.leaf = segment.root = _GONE  # let go of the activations
+        segment.leaf, segment.root = _GONE, None  # let go of the activations
 
     def leave(self, microbatch: int) -> torch.Tensor | None:
         """The gradient of the input; the micro-batch is done."""
@@ -207,6 +212,8 @@ class Pipeline:
         self._leaving = [pending for pending in self._leaving if not pending.is_done]
 
         def start() -> None:
+            while len(self._leaving) > self.mesh.shape.pp:
+                self._leaving.pop(0).wait()  # some backends say that a message has left only to whoever waits for it
             tensors = [
                 self._made.pop(transfer.of).contiguous() if transfer.sends else self._buffer(transfer.of, job)
                 for transfer in batch.transfers
