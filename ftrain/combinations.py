@@ -181,17 +181,8 @@ def _ramp(config: Config) -> Iterator[Problem]:
         before = max(before, part.tokens)
 
 
-def _machine(config: Config) -> Iterator[Problem]:
-    from ftrain.plan import profile  # the planner imports this module
-
-    machine = config.machine
-    try:
-        if machine.hardware:
-            profile.load(machine.hardware)
-    except (ValueError, OSError) as error:
-        allowed = f"{', '.join(profile.names())}, or the path of a .toml file; or nothing: then no MFU is printed"
-        yield Problem("machine.hardware", f'given "{machine.hardware}": {error}', allowed)
-    steps = machine.profile_steps
+def _profile_steps(config: Config) -> Iterator[Problem]:
+    steps = config.machine.profile_steps
     if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         given, allowed = f"given {list(steps)}", "[first, last] with 1 <= first <= last, or [] for none"
         yield Problem("machine.profile_steps", given, allowed, f"nearest: [{max(1, steps[0])}, {max(1, *steps)}]")
@@ -272,7 +263,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _recovery,
     _vocabulary,
     _faults,
-    _machine,
+    _profile_steps,
 )
 
 

@@ -82,10 +82,23 @@ def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequen
     if found:
         raise ConfigProblems([*found, *certain_combinations(data)], origin)
     config = msgspec.convert(data, Config)
-    impossible = combinations(config)
+    impossible = [*combinations(config), *_hardware(config)]
     if impossible:
         raise ConfigProblems(impossible, origin)
     return config
+
+
+def _hardware(config: Config) -> Iterator[Problem]:
+    """A profile that is not there, or is none. Here and not among the combinations, because it reads a file."""
+    from ftrain.plan import profile  # which is about configs
+
+    name = config.machine.hardware
+    try:
+        if name:
+            profile.load(name)
+    except (ValueError, OSError) as error:
+        allowed = f"{', '.join(profile.names())}, or the path of a .toml file; or nothing: then no MFU is printed"
+        yield Problem("machine.hardware", f'given "{name}": {error}', allowed)
 
 
 def fingerprint(config: Config) -> str:

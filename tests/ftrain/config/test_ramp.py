@@ -71,6 +71,6 @@ def test_everything_wrong_with_a_ramp_is_said_at_once(tmp_path: Path) -> None:
         "batch.micro_batch",
         "batch.ramp.1.global_batch",
         "batch.ramp.1.tokens",
-        "machine.hardware",
         "machine.profile_steps",
+        "machine.hardware",
     ]
