@@ -41,7 +41,7 @@ from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.last import LastState
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.places import Places
-from ftrain.compose.steps import config_changes, passed_over, step_events, step_status, traced
+from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
@@ -215,11 +215,8 @@ class RunDelegate(ElasticDelegate):
             return self._on_skipped(message, attempt)
         if isinstance(message, Doubt):
             return self._doubts.on_doubt(message, attempt)
-        if isinstance(message, StepTimes):
-            self._metrics.times(message, self._layouts.now)
-            return []
-        if isinstance(message, Traced):
-            return [traced(message, attempt)]
+        if isinstance(message, StepTimes | Traced):
+            return self._metrics.measured(message, self._layouts.now, attempt)
         self._last.final = message
         return []
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
-from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes
+from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, Traced
 from ftrain.config import Config
 from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.units import format_bytes
+from recovery.events import Event, StorageNotice
 
 MAX_HELD = 4
 TAIL = 1 << 20
@@ -41,6 +42,14 @@ class MetricsFile:
         while self._held and (len(self._held) >= MAX_HELD or self._held[0][1] != attempt):
             self._write(None)
         self._held.append((done, attempt, layout))
+
+    def measured(self, message: StepTimes | Traced, config: Config, attempt: int) -> list[Event]:
+        """What the ranks measured, which are cut as `config` says."""
+        if isinstance(message, StepTimes):
+            self.times(message, config)
+            return []
+        text = f"steps {message.first} to {message.last} traced, one file a rank, for ui.perfetto.dev: {message.folder}"
+        return [StorageNotice(t=time.time(), attempt=attempt, topic="profile", text=text, step=message.last)]
 
     def times(self, times: StepTimes, config: Config) -> None:
         """Where a step's time went, on ranks that are cut as `config` says."""

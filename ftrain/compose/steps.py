@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ftrain.checkpoint.messages import StepDone, Traced
+from ftrain.checkpoint.messages import StepDone
 from ftrain.compose.args import Launch, record_once
-from recovery.events import CheckpointPassedOver, ConfigChanged, Evaluated, Event, StepFinished, StorageNotice
+from recovery.events import CheckpointPassedOver, ConfigChanged, Evaluated, Event, StepFinished
 
 
 def step_events(done: StepDone, attempt: int) -> list[Event]:
@@ -43,12 +43,6 @@ def passed_over(found: Iterable[tuple[int, str]], attempt: int = -1) -> list[Eve
     """Checkpoints that were not used, and why."""
     now = time.time()
     return [CheckpointPassedOver(t=now, attempt=attempt, step=step, reason=reason) for step, reason in found]
-
-
-def traced(window: Traced, attempt: int) -> Event:
-    """Where the traces of a profiler window are."""
-    text = f"steps {window.first} to {window.last} traced, one file a rank, for ui.perfetto.dev: {window.folder}"
-    return StorageNotice(t=time.time(), attempt=attempt, topic="profile", text=text, step=window.last)
 
 
 def finite(value: float) -> float | None:
