@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class MetricsFile:
         return [StorageNotice(t=time.time(), attempt=attempt, topic="profile", text=text, step=message.last)]
 
     def times(self, times: StepTimes, config: Config) -> None:
-        """Where a step's time went, on ranks that are cut as `config` says."""
+        """Where a step's time went."""
         basis = (config, times.dtype, times.device)
         if self._basis != basis:
             self._basis, self._rates = basis, Rates.of(config, dtype=times.dtype, device=times.device)
