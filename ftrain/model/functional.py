@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from ftrain.model.fused import EAGER, Kernels
 from ftrain.parallel.weight import Weight, accumulate, accumulate_rows, linear, main_grad, precise, project
 
 __all__ = ["Weight", "embed", "head_loss", "linear", "precise", "project", "rms_norm", "rotate", "swiglu", "token_losses"]
@@ -27,21 +28,21 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tor
     return output
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels = EAGER) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich, arXiv 1910.07467)."""
-    output: torch.Tensor = _RmsNorm.apply(x, weight, eps)
+    output: torch.Tensor = _RmsNorm.apply(x, weight, eps, kernels)
     return output
 
 
-def rotate(x_BTHK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
+def rotate(x_BTHK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor, kernels: Kernels = EAGER) -> torch.Tensor:
     """Rotary position embedding (Su et al., arXiv 2104.09864), on the halves of a head as Hugging Face's Llama has it."""
-    output: torch.Tensor = _Rotate.apply(x_BTHK, cos_T1K, sin_T1K)
+    output: torch.Tensor = _Rotate.apply(x_BTHK, cos_T1K, sin_T1K, kernels)
     return output
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, kernels: Kernels = EAGER) -> torch.Tensor:
     """silu(gate) * up (Shazeer, arXiv 2002.05202)."""
-    output: torch.Tensor = _SwiGlu.apply(gate, up)
+    output: torch.Tensor = _SwiGlu.apply(gate, up, kernels)
     return output
 
 
@@ -87,57 +88,40 @@ class _Embed(Function):
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.to(precise(x.dtype))
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels) -> torch.Tensor:
+        normed, inverse = kernels.norm(x, weight, eps)
         ctx.save_for_backward(x, inverse)
-        ctx.weight = weight
-        normed: torch.Tensor = wide * inverse
-        return normed.mul_(weight.to(wide.dtype)).to(x.dtype)
+        ctx.weight, ctx.kernels = weight, kernels
+        return normed
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        x, inverse = ctx.saved_tensors
-        size, wide = x.shape[-1], inverse.dtype
-        weight = ctx.weight.to(wide)
-        normed, dy = x * inverse, dy.to(wide)
-        product = (dy * normed).view(-1, size)
-        main_grad(ctx.weight).add_(product.sum(0))
-        mean = torch.mv(product, weight).div_(size).view(inverse.shape)
-        dx = torch.mul(dy, weight).addcmul_(normed, mean, value=-1).mul_(inverse)
-        return dx.to(x.dtype), None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dweight = ctx.kernels.norm_backward(dy, *ctx.saved_tensors, ctx.weight)
+        main_grad(ctx.weight).add_(dweight)
+        return dx, None, None, None
 
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.cos, ctx.sin = cos, sin  # cached tables, not activations
-        return _rotated(x, cos, sin, sign=1)
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        ctx.cos, ctx.sin, ctx.kernels = cos, sin, kernels  # cached tables, not activations
+        return kernels.rotate(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotated(dy, ctx.cos, ctx.sin, sign=-1), None, None
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: int) -> torch.Tensor:
-    wide = x.to(cos.dtype)
-    out = torch.empty_like(wide)
-    (first, second), (out_first, out_second) = wide.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
-    return out.to(x.dtype)
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.kernels.rotate(dy, ctx.cos, ctx.sin, -1), None, None, None
 
 
 class _SwiGlu(Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.kernels = kernels
+        return kernels.gate(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ctx.kernels.gate_backward(dy, *ctx.saved_tensors), None
 
 
 class _HeadLoss(Function):

@@ -27,6 +27,7 @@ from torch import nn
 from ftrain.config import Model, Recompute
 from ftrain.model.attention import attention, rotary_tables
 from ftrain.model.functional import embed, head_loss, rms_norm, rotate, swiglu, token_losses
+from ftrain.model.fused import EAGER, Kernels
 from ftrain.model.recompute import again
 from ftrain.parallel.context import ContextGroup
 from ftrain.parallel.layout import head_dim, num_kv_heads
@@ -47,9 +48,9 @@ class Positions(NamedTuple):
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions."""
 
-    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute, kernels: Kernels = EAGER) -> None:
         super().__init__()
-        self.head_dim, self.eps, self.group = head_dim(model), model.norm_eps, group
+        self.head_dim, self.eps, self.group, self.kernels = head_dim(model), model.norm_eps, group, kernels
         self.recompute = recompute == "selective"
         tp = 1 if group is None else group.size
         queries, keys = model.heads // tp * self.head_dim, max(1, num_kv_heads(model) // tp) * self.head_dim
@@ -63,10 +64,10 @@ class Attention(nn.Module):
         outputs = column(self.group, x_BTD, self.wq, self.wk, self.wv)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in outputs)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+            q, k = (rms_norm(x, w, self.eps, self.kernels) for x, w in ((q, self.q_norm), (k, self.k_norm)))
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k = rotate(q, *positions.tables), rotate(k, *positions.tables)
+            q, k = (rotate(x, *positions.tables, self.kernels) for x in (q, k))
             return attention(q, k, v, positions.group, positions.documents)
 
         out_BTHK = again(core, q, k, v) if self.recompute else core(q, k, v)
@@ -76,9 +77,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, model: Model, group: TensorGroup | None) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None, kernels: Kernels = EAGER) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.kernels = group, kernels
         inner = model.ffn if group is None else model.ffn // group.size
         self.w1, self.w2, self.w3 = (
             _empty(inner, model.hidden),
@@ -89,17 +90,17 @@ class Mlp(nn.Module):
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] -> [B, T, D]"""
         gate, up = column(self.group, x_BTD, self.w1, self.w3)
-        return row(self.group, swiglu(gate, up), self.w2)
+        return row(self.group, swiglu(gate, up, self.kernels), self.w2)
 
 
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each on a normalised input, each added to the residual stream."""
 
-    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute) -> None:
+    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute, kernels: Kernels = EAGER) -> None:
         super().__init__()
-        self.eps = model.norm_eps
+        self.eps, self.kernels = model.norm_eps, kernels
         self.attention_norm, self.mlp_norm = _empty(model.hidden), _empty(model.hidden)
-        self.attention, self.mlp = Attention(model, group, recompute), Mlp(model, group)
+        self.attention, self.mlp = Attention(model, group, recompute, kernels), Mlp(model, group, kernels)
         self.recompute = recompute == "full"
 
     def forward(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -107,8 +108,8 @@ class Block(nn.Module):
         return again(lambda x: self._apply_to(x, positions), x_BTD) if self.recompute else self._apply_to(x_BTD, positions)
 
     def _apply_to(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
-        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps), positions)
-        change: torch.Tensor = self.mlp(rms_norm(x_BTD, self.mlp_norm, self.eps))
+        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps, self.kernels), positions)
+        change: torch.Tensor = self.mlp(rms_norm(x_BTD, self.mlp_norm, self.eps, self.kernels))
         return x_BTD + change
 
 
@@ -124,15 +125,16 @@ class Transformer(nn.Module):
         group: TensorGroup | None = None,
         context: ContextGroup | None = None,
         recompute: Recompute = "none",
+        kernels: Kernels = EAGER,
     ) -> None:
         """`dtype` is that of the activations; `layers` the numbers of the layers held, all by default."""
         super().__init__()
         layers = range(model.layers) if layers is None else layers
-        self.model, self.dtype, self.group, self.context = model, dtype, group, context
+        self.model, self.dtype, self.group, self.context, self.kernels = model, dtype, group, context, kernels
         matrix = (model.vocab if group is None else len(group.vocabulary), model.hidden)
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
         self.embedding = _empty(*matrix) if self.is_first or (self.is_last and model.tied) else None
-        self.layers = nn.ModuleDict({str(number): Block(model, group, recompute) for number in layers})
+        self.layers = nn.ModuleDict({str(number): Block(model, group, recompute, kernels) for number in layers})
         self.norm = _empty(model.hidden) if self.is_last else None
         self.head = _empty(*matrix) if self.is_last and not model.tied else None
 
@@ -167,7 +169,7 @@ class Transformer(nn.Module):
                 x = embedded(x, self.embedding, self.dtype)
             elif name == "head":
                 assert self.norm is not None
-                x = rms_norm(x, self.norm, self.model.norm_eps)
+                x = rms_norm(x, self.norm, self.model.norm_eps, self.kernels)
             else:
                 x = self.layers[name.removeprefix("layers.")](x, self.positions(x.shape[1] * self._cuts, x.device, documents))
         return x
