@@ -3,6 +3,7 @@
     500B on 5,120 writers and 405B on 16,384, the layouts of configs/; nothing is allocated, every box is real
     deliveries   what each keeper sends, encoded as it is sent, boxes from `parallel.layout` and `parallel.buckets`
     commit       decode all of them, merge, check that every array is tiled exactly once, encode the manifest
+    view         what the commit writes of the Zarr view, and one array's, made on demand (ADR 0009)
     read plan    one rank under another layout opens the manifest and plans its reads, in a process of its own
 
 The peer is a plain list of the same boxes in Python objects: how long the pairwise check of one array takes that way, and how
@@ -39,6 +40,7 @@ from storage.merge import merge
 from storage.pack import plan_pack
 from storage.reader import LIMITS
 from storage.reshard import plan_reads
+from storage.zarr_view import array_files, reference_files
 
 MIB = 2**20
 
@@ -151,6 +153,21 @@ def peer(manifest: Manifest) -> dict[str, Any]:
     return {"boxes_of_one_array": len(boxes), "pairwise_cpu_s": round(cpu_s, 3), "json_mb": round(len(text) / 1e6, 2)}
 
 
+def view(manifest: Manifest) -> dict[str, Any]:
+    """The Zarr view: what a commit writes of it, and what the array with most chunks takes when its view is asked for."""
+    written = sum(len(data) for _, data in reference_files(manifest, base_url="s3://bucket/run/checkpoints/step-00001000"))
+    largest = max(manifest.arrays, key=lambda spec: math.prod(-(-n // t) for n, t in zip(spec.shape, spec.tile, strict=True)))
+    begin = time.process_time()
+    ((_, data),) = array_files(manifest, [largest.name], base_url="s3://bucket/run/checkpoints/step-00001000")
+    chunks = math.prod(-(-n // t) for n, t in zip(largest.shape, largest.tile, strict=True))
+    return {
+        "view_mb": round(written / 1e6, 3),
+        "view_one_array_mb": round(len(data) / 1e6, 3),
+        "view_one_array_cpu_s": round(time.process_time() - begin, 3),
+        "view_bytes_per_chunk": round(len(data) / chunks, 1),
+    }
+
+
 def read(layout: Layout, rank: int, path: Path) -> dict[str, Any]:
     """One rank of another layout, in this process: open the manifest, plan the load of masters and moments."""
     boxes = layout.boxes(layout.mesh.coordinate(rank))
@@ -190,7 +207,7 @@ def measure(name: str, *, tiny: bool, folder: Path) -> dict[str, Any]:
     ranks = [_reader(name, tiny, rank, folder) for rank in (0, world // 2 + world // 16, world - 1)]
     worst = {key: max(found[key] for found in ranks) for key in ranks[0] if key not in ("rank", "mean_range_kib")}
     worst["mean_range_kib"] = min(found["mean_range_kib"] for found in ranks)
-    return {**facts, **worst, "read_by": " ".join(case.other), "readers": ranks, "peer": peer(manifest)}
+    return {**facts, **view(manifest), **worst, "read_by": " ".join(case.other), "readers": ranks, "peer": peer(manifest)}
 
 
 def _reader(name: str, tiny: bool, rank: int, folder: Path) -> dict[str, Any]:
@@ -212,6 +229,7 @@ def run(folder: Path, *, tiny: bool) -> dict[str, Any]:
     models = {name: measure(name, tiny=tiny, folder=folder) for name in CASES}
     keys = ("manifest_mb", "commit_check_s", "commit_check_cpu_s", "read_plan_s", "plan_memory_mb")
     keys += ("chunks", "requests_per_rank", "mean_range_kib", "bytes_read_over_needed")
+    keys += ("view_mb", "view_one_array_mb", "view_bytes_per_chunk")
     return {**{key: models["dense-500b"][key] for key in keys}, "models": models, "machine": machine.record()}
 
 

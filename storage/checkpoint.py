@@ -6,7 +6,7 @@ a running job (arenas as packs, an index that was never written) is a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from storage.objects import ObjectStore
 from storage.pack import ArraySpec
 from storage.reader import LoadReport, Progress, Want, load
 from storage.verify import VerifyReport, verify, view_problems
+from storage.zarr_view import MAX_COMMIT_CHUNKS, array_files, num_chunks, reference_files
 
 __all__ = ["Checkpoint", "native_dtype"]
 
@@ -59,6 +60,27 @@ class Checkpoint:
     def progress(self) -> dict[str, Any]:
         """The run's own record, as it was given to the save."""
         return self.manifest.progress
+
+    @property
+    def url(self) -> str:
+        """Where its packs lie, as other programs find them."""
+        return self.store.url_of(self.prefix + "x").removesuffix("/x")
+
+    def write_view(self, arrays: Collection[str] | None = None, *, to: ObjectStore | None = None) -> list[str]:
+        """Write the Zarr view where the commit did not (very many chunks), or of some arrays only; returns where the files are.
+
+        `to`: another store than this checkpoint's own, for whoever may only read that. The files name the packs' place, so
+        they can be opened wherever they are.
+        """
+        if arrays is None and num_chunks(self.manifest) <= MAX_COMMIT_CHUNKS:
+            files = reference_files(self.manifest, base_url=self.url)
+        else:
+            files = array_files(self.manifest, [self.array(name).name for name in arrays or self.names], base_url=self.url)
+        store, prefix, written = to or self.store, "" if to else self.prefix, list[str]()
+        for name, content in files:
+            store.put(prefix + name, content)
+            written.append(store.url_of(prefix + name))
+        return written
 
     @property
     def names(self) -> list[str]:

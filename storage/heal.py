@@ -40,7 +40,7 @@ from storage.pack import (
 )
 from storage.reader import Progress
 from storage.verify import Problem, VerifyReport, view_problems
-from storage.zarr_view import reference_files
+from storage.zarr_view import stored_views
 
 __all__ = ["HealReport", "heal"]
 
@@ -236,7 +236,6 @@ def _wrong(buffer: Buffer, spec: ArraySpec, band: Part) -> bool:
 def _heal_views(target: Checkpoint, report: HealReport) -> None:
     """Write the Zarr view anew where it is not the one the manifest makes."""
     if view_problems(target.store, target.manifest, prefix=target.prefix):
-        base = target.store.url_of(target.prefix + "x").removesuffix("/x")
-        for name, content in reference_files(target.manifest, base_url=base):
+        for name, content in stored_views(target.store, target.manifest, prefix=target.prefix, base_url=target.url):
             target.store.put(target.prefix + name, content)
             report.objects.append(target.prefix + name)

@@ -27,7 +27,7 @@ from storage.objects import ObjectStore
 from storage.pack import PartGeometry
 from storage.reader import LIMITS, SCRATCH_BYTES, Progress, block_corner, damage, wrong_chunks
 from storage.reshard import PartRead, PlannedRange, Span
-from storage.zarr_view import is_reference_of, reference_files
+from storage.zarr_view import is_reference_of, stored_views
 
 __all__ = ["Problem", "VerifyReport", "verify", "view_problems"]
 
@@ -192,7 +192,7 @@ def _size_problems(store: ObjectStore, key: str, pack: str, nbytes: int) -> list
 def view_problems(store: ObjectStore, manifest: Manifest, *, prefix: str) -> list[Problem]:
     """Whether the stored Zarr view is the one that the manifest makes, wherever it says the packs are."""
     problems = []
-    for name, wanted in reference_files(manifest, base_url=""):
+    for name, wanted in stored_views(store, manifest, prefix=prefix, base_url=""):
         try:
             same = is_reference_of(store.get(prefix + name, max_bytes=MAX_VIEW_BYTES), wanted, key=prefix + name)
         except (FormatError, ObjectMissing) as problem:

@@ -18,7 +18,7 @@ stock zarr checks every checksum. Three things need care:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -28,16 +28,31 @@ import numpy as np
 from storage.errors import FormatError
 from storage.keys import view_name
 from storage.manifest import Manifest
+from storage.objects import ObjectStore
 from storage.pack import ArraySpec, PartGeometry
 from storage.record import decode_json
 
 if TYPE_CHECKING:
     import zarr
 
-__all__ = ["MAX_GROUP_CHUNKS", "is_reference_of", "open_zarr", "reference_files", "reference_json", "register_bfloat16"]
+__all__ = [
+    "MAX_COMMIT_CHUNKS",
+    "MAX_GROUP_CHUNKS",
+    "array_files",
+    "is_reference_of",
+    "num_chunks",
+    "open_zarr",
+    "reference_files",
+    "reference_json",
+    "register_bfloat16",
+    "stored_views",
+]
 
 MAX_GROUP_CHUNKS = 100_000
 """Above this number of chunks there is one reference file per array, and no group file."""
+
+MAX_COMMIT_CHUNKS = 1_000_000
+"""Above this number a commit writes none (94 bytes a chunk: it would be 94 MB and more): `write_view` does, when asked."""
 
 BFLOAT16_NAN = 0x7FC0
 BFLOAT16_CODEC = "ftrain.bfloat16"
@@ -49,13 +64,29 @@ _CHUNK = re.compile(r"\{\{u\}\}/[A-Za-z0-9_][A-Za-z0-9._-]*$")
 
 
 def reference_files(manifest: Manifest, *, base_url: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the reference files that a checkpoint in `base_url` has."""
-    if _num_chunks(manifest) <= MAX_GROUP_CHUNKS:
+    """Names and contents of the reference files that come with the commit of a checkpoint in `base_url`."""
+    if num_chunks(manifest) <= MAX_GROUP_CHUNKS:
         yield view_name(manifest.epoch, manifest.attempt), reference_json(manifest, base_url=base_url)
-        return
+    elif num_chunks(manifest) <= MAX_COMMIT_CHUNKS:
+        yield from array_files(manifest, [spec.name for spec in manifest.arrays], base_url=base_url)
+
+
+def array_files(manifest: Manifest, arrays: Collection[str], *, base_url: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the reference files of single arrays, each made when it is asked for."""
     for number, spec in enumerate(manifest.arrays):
-        refs = [_entry("zarr.json", array_metadata(spec)), *_chunk_refs(manifest, number, "")]
-        yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
+        if spec.name in arrays:
+            refs = [_entry("zarr.json", array_metadata(spec)), *_chunk_refs(manifest, number, "")]
+            yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
+
+
+def stored_views(store: ObjectStore, manifest: Manifest, *, prefix: str, base_url: str) -> Iterator[tuple[str, bytes]]:
+    """What the reference files of a checkpoint must hold: those that come with the commit, and those that were added since."""
+    yield from reference_files(manifest, base_url=base_url)
+    if num_chunks(manifest) > MAX_COMMIT_CHUNKS:
+        names = {prefix + view_name(manifest.epoch, manifest.attempt, spec.name): spec.name for spec in manifest.arrays}
+        stem = (prefix + view_name(manifest.epoch, manifest.attempt)).removesuffix(".json") + "/"
+        added = {names[info.key] for info in store.list(stem) if info.key in names}
+        yield from array_files(manifest, added, base_url=base_url)
 
 
 def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
@@ -111,7 +142,8 @@ def _fill_value(dtype: str) -> str | int | bool:
     return int(np.iinfo(kind).max if kind.kind == "u" else np.iinfo(kind).min)
 
 
-def _num_chunks(manifest: Manifest) -> int:
+def num_chunks(manifest: Manifest) -> int:
+    """Chunks of all arrays."""
     table = manifest.table
     tiles = np.ones_like(table.shape)
     for number, spec in enumerate(manifest.arrays):

@@ -126,6 +126,41 @@ def _shown() -> Any:
     return show
 
 
+@click.command("view")
+@click.argument("url", metavar="URL[@STEP]")
+@click.argument("arrays", nargs=-1, metavar="[ARRAY]...")
+@click.option("--to", "folder", metavar="FOLDER", help="Where to write it. Default: beside the packs.")
+@json_option
+def view_command(url: str, arrays: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+    """Write the Zarr view of a checkpoint, or of some of its arrays, for programs that know nothing of this one.
+
+    Commits write it by themselves, unless there are more than a million chunks. Names as `ckpt show` has them; all arrays if
+    none is named.
+
+    \b
+    Example:
+      ftrain ckpt view s3://bucket/big@1000 master/layers.7.attention.wq --to views
+    """
+    from ftrain.cli.ckpt import opened
+    from ftrain.compose.paths import absolute_url
+    from storage.objects import open_store
+
+    base, step = split_step(url)
+    with opened(base) as run:
+        target = open_store(absolute_url(folder)) if folder else None
+        try:
+            files = run.open(step).write_view(arrays or None, to=target)
+        finally:
+            if target:
+                target.close()
+    if as_json:
+        render.json({"files": files})
+        return
+    for file in files:
+        render.data(file)
+    render.note(f'open one with zarr.open("reference::{files[0]}", mode="r")')
+
+
 @click.command("gc")
 @click.argument("url")
 @click.option("--yes", is_flag=True, help="Do it. Without this only the plan is shown.")
@@ -214,4 +249,4 @@ def _require_idle(url: str) -> None:
         claim(folder).release()
 
 
-COMMANDS = (export_command, import_command, copy_command, gc_command)
+COMMANDS = (export_command, import_command, copy_command, view_command, gc_command)

@@ -110,6 +110,7 @@ def test_scale(tmp_path: Path) -> None:
         assert model["writers"] == 16
         assert 1 <= model["bytes_read_over_needed"] < 1.1
         assert 1 <= model["bytes_over_14"] < 1.01
+        assert 0 < model["view_one_array_mb"] <= model["view_mb"]
     assert list(tmp_path.iterdir()) == []
 
 

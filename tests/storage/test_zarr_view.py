@@ -8,11 +8,15 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from storage import checkpoint as checkpoint_module
 from storage import zarr_view
-from storage.errors import FormatError
-from storage.keys import step_folder
+from storage.box import Box
+from storage.errors import CoverageError, FormatError
+from storage.keys import pack_name, step_folder
+from storage.manifest import PackInfo, PackManifest
+from storage.merge import merge
 from storage.objects import open_store
-from storage.pack import ArraySpec
+from storage.pack import ArraySpec, plan_pack
 from storage.run import RunStore
 from storage.zarr_view import array_metadata, open_zarr
 from tests.storage.building import SPECS, random_values, save
@@ -98,6 +102,66 @@ def test_very_many_chunks_make_one_file_for_each_array(tmp_path: Path, monkeypat
         array = zarr.open_array(f"reference::{folder / 'e0000-a0000.zarr' / name}.json", mode="r")
         assert bits(array, name) == VALUES[name].tobytes()
     assert run.open().verify().ok
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
+    """A checkpoint with so many chunks that its commit writes no view."""
+    monkeypatch.setattr(zarr_view, "MAX_GROUP_CHUNKS", 5)
+    monkeypatch.setattr(zarr_view, "MAX_COMMIT_CHUNKS", 10)
+    monkeypatch.setattr(checkpoint_module, "MAX_COMMIT_CHUNKS", 10)
+    run = RunStore(open_store(str(tmp_path / "run")))
+    save(run, VALUES, step=10, epoch=run.take_epoch(owner={}), writers=3)
+    return run
+
+
+def test_a_commit_with_millions_of_chunks_writes_no_view_and_verifies(many: RunStore) -> None:
+    assert not any(".zarr" in info.key for info in many.store.list(step_folder(10)))
+    assert many.open().verify().ok
+
+
+def test_the_view_of_one_array_is_written_when_asked_for(many: RunStore) -> None:
+    (path,) = many.open().write_view(["master/odd"])
+    assert path.endswith("step-00000010/e0000-a0000.zarr/master/odd.json")
+    assert bits(zarr.open_array(f"reference::{path}", mode="r"), "master/odd") == VALUES["master/odd"].tobytes()
+    assert many.open().verify().ok
+    Path(path).write_bytes(Path(path).read_bytes().replace(b"float32", b"uint32"))
+    (problem,) = many.open().verify().problems
+    assert "master/odd.json is not the Zarr view" in problem.reason
+
+
+def test_a_view_of_all_arrays_in_another_place_shows_the_packs_where_they_are(many: RunStore, tmp_path: Path) -> None:
+    paths = many.open().write_view(to=open_store(str(tmp_path / "views")))
+    assert len(paths) == len(SPECS)
+    for name in SPECS:
+        path = tmp_path / "views" / "e0000-a0000.zarr" / f"{name}.json"
+        assert bits(zarr.open_array(f"reference::{path}", mode="r"), name) == VALUES[name].tobytes()
+    assert not any(".zarr" in info.key for info in many.store.list(step_folder(10)))
+    with pytest.raises(CoverageError, match="no array master/none"):
+        many.open().write_view(["master/none"])
+
+
+def test_a_view_that_came_with_the_commit_can_be_written_anew(folder: Path) -> None:
+    run, before = RunStore(open_store(str(folder.parent.parent))), (folder / VIEW).read_bytes()
+    (folder / VIEW).unlink()
+    assert run.open().write_view() == [str(folder / VIEW)]
+    assert (folder / VIEW).read_bytes() == before
+
+
+def test_a_chunk_costs_what_the_bounds_were_chosen_for() -> None:
+    """94 bytes a chunk under long names: a commit writes less than 100 MB of view."""
+    spec = ArraySpec(name="exp_avg_sq/layers.117.attention.wq", shape=(4096, 4096), dtype="float32", tile=(32, 512))
+    layout = plan_pack({spec.name: spec}, [(spec.name, Box.whole(spec.shape))])
+    held = PackManifest(
+        pack=PackInfo(name=pack_name(4, 7, 5119), nbytes=layout.nbytes),
+        arrays=[spec],
+        parts=list(layout.parts),
+        digests={spec.name: 1},
+    )
+    manifest = merge([held], step=1000, epoch=4, attempt=7, progress={}, created_s=0.0)
+    size = len(zarr_view.reference_json(manifest, base_url="s3://bucket/run/checkpoints/step-00001000"))
+    assert zarr_view.num_chunks(manifest) == 1024
+    assert size / 1024 < 100
 
 
 @pytest.mark.parametrize(

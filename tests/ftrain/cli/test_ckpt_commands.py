@@ -1,0 +1,74 @@
+"""`ftrain ckpt` on a run that holds a little of everything: valid, tainted and incomplete steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ftrain.cli.ckpt import ckpt
+from storage.objects import open_store
+from storage.run import RunStore
+from tests.storage.building import SPECS, random_values, save, write_packs
+
+zarr = pytest.importorskip("zarr")
+
+VALUES = random_values(SPECS, 1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunStore:
+    """10 counts; 20 is behind the onset of a divergence; 30 was never committed."""
+    run = RunStore(open_store(str(tmp_path / "run")))
+    epoch = run.take_epoch(owner={})
+    for step in (10, 20):
+        save(run, VALUES, step=step, epoch=epoch)
+    run.taint(after=10, reason="the run went back to before step 15: loss spike")
+    write_packs(run.store, VALUES, step=30, epoch=run.take_epoch(owner={}, starts_from=10))
+    return run
+
+
+def told(*words: str) -> str:
+    done = CliRunner().invoke(ckpt, words)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def facts(*words: str) -> Any:
+    return json.loads(told(*words, "--json"))
+
+
+def test_ls_shows_what_is_known_and_nothing_else(run: RunStore) -> None:
+    rows = {line.split()[0]: line for line in told("ls", run.store.url).splitlines()}
+    assert "valid" in rows["10"]
+    assert "the run went back to before step 15: loss spike" in rows["20"]
+    assert rows["30"].split() == ["30", "incomplete", "there", "is", "no", "commit"]  # neither a date of 1970 nor epoch -1
+    assert [row["state"] for row in facts("ls", run.store.url)] == ["valid", "tainted", "incomplete"]
+
+
+def test_a_tainted_checkpoint_is_shown_and_verified_by_its_step(run: RunStore) -> None:
+    assert facts("show", f"{run.store.url}@20")["step"] == 20
+    assert facts("show", run.store.url)["step"] == 10
+    assert facts("verify", f"{run.store.url}@20")["20"]["ok"]
+
+
+def test_gc_leaves_the_tainted_unless_it_is_told_otherwise(run: RunStore) -> None:
+    plan = facts("gc", run.store.url, "--keep-last", "1")
+    assert (plan["kept"], plan["tainted"], plan["deleted_commits"]) == ([10], [20], [])
+    assert "20: kept as well; --tainted deletes them" in told("gc", run.store.url, "--keep-last", "1")
+    done = facts("gc", run.store.url, "--keep-last", "1", "--tainted", "--grace", "0", "--yes")
+    assert done["deleted_commits"] == [20]
+    assert [row["step"] for row in facts("ls", run.store.url)] == [10, 30]
+
+
+def test_view_writes_what_stock_zarr_opens(run: RunStore, tmp_path: Path) -> None:
+    found = facts("view", f"{run.store.url}@10", "master/odd", "--to", str(tmp_path / "views"))
+    assert found == {"files": [str(tmp_path / "views" / "e0000-a0000.zarr" / "master" / "odd.json")]}
+    array = zarr.open_array(f"reference::{found['files'][0]}", mode="r")
+    assert array[...].tobytes() == VALUES["master/odd"].tobytes()
+    refused = CliRunner().invoke(ckpt, ["view", run.store.url, "master/none"])
+    assert refused.exit_code != 0
+    assert "no array master/none" in refused.output
