@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,12 @@ def this_process() -> Owner:
     job = os.environ.get("SLURM_JOB_ID", "")
     started = start_time(pid) or 0
     return Owner(host=socket.gethostname(), boot_id=boot_id(), pid=pid, start_time=started, job_id=job, since=time.time())
+
+
+def inherits(owner: Owner, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether an owner, on whatever host, was an earlier life of this very job: Slurm ended that before it started this one."""
+    again = env.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    return again and owner.job_id == env.get("SLURM_JOB_ID", "") != ""
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -104,7 +111,7 @@ def _check(previous: Owner | None, here: Owner, *, locked: bool, take_over: bool
     if not locked:
         who = previous.describe() if previous else "another process"
         raise HeldError(f"the run is already running: {who}; use `ftrain status` to watch it or `ftrain stop` to end it")
-    if previous is None or previous.host == here.host or take_over:
+    if previous is None or previous.host == here.host or take_over or inherits(previous):
         return  # on this host the lock is free only if its holder is dead
     raise HeldError(
         f"the run was last held by {previous.describe()}, and nothing on {here.host} can tell whether that one is alive; "

@@ -24,6 +24,8 @@ COMMANDS: Mapping[str, str] = {
     "drain": "ftrain.cli.live:drain",
     "admit": "ftrain.cli.live:admit",
     "resize": "ftrain.cli.live:resize",
+    "join": "ftrain.cli.join:join",
+    "submit": "ftrain.cli.submit:submit",
     "report": "ftrain.cli.report:report",
     "compare": "ftrain.cli.compare:compare",
     "watch": "ftrain.cli.watch:watch",

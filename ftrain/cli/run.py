@@ -89,13 +89,24 @@ def run_supervised(folder: Path) -> int:
     """Keep a coordinator alive until the run ends, and show the run meanwhile."""
     from ftrain.cli.live_view import LiveView
     from ftrain.compose.launch import coordinator_argv
+    from ftrain.compose.slurm import nodes_of_job, requeue_if_asked
     from recovery.launch import supervise
 
-    view = LiveView(folder)
+    view, nodes = LiveView(folder), nodes_of_job(folder)
+
+    def tick() -> None:
+        view.tick()
+        if nodes is not None:
+            nodes.tick()
+
     try:
-        code = supervise(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=view.tick)
+        code = supervise(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick)
     finally:
         view.close()
+        if nodes is not None:
+            nodes.close()
+    if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
+        render.note(done)
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
     return code

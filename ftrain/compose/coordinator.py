@@ -15,12 +15,13 @@ import msgspec
 
 from ftrain.compose.args import Launch
 from ftrain.compose.delegate import RunDelegate
-from ftrain.compose.endwatch import EndWatch
+from ftrain.compose.endwatch import EndWatch, planned_end
 from ftrain.compose.exporter import Exporter
 from ftrain.compose.launch import keeper_args, keeper_argv
 from ftrain.compose.ledgers import StoreSink
 from ftrain.compose.nodes import fleet_spec, tell_nodes, this_node
 from ftrain.compose.packets import Packets
+from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung
 from ftrain.faults import CommitPoints, Faults
@@ -54,13 +55,16 @@ def main(argv: list[str]) -> int:
         return ExitCode.STORAGE
     exporter = Exporter(folder, port=config.recovery.metrics_port)
     try:
-        ending = compose(folder, launch, config, store).run()
+        coordinator = compose(folder, launch, config, store)
+        ending = coordinator.run()
     except StorageError as error:  # at the start or a roll-back: afterwards a save fails, not the run
         logging.error("storage cannot be used: %s", error)
         return ExitCode.DAMAGED if isinstance(error, NoCheckpoint) else ExitCode.STORAGE
     finally:
         exporter.close()
     logging.info("%s: %s", ending.outcome, ending.reason)
+    if ending.code == ExitCode.STOPPED and (why := planned_end(coordinator.desk.journal.state)):
+        ask_for_requeue(folder, why)
     return ending.code
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from recovery.events import Decided, EpochTaken, Event, EvidenceLine, InterruptionClassified, StopRequested, Verdict
 from recovery.horizon import Notice, PaceKeeper, last_call
 from recovery.notice import Lookout
+from recovery.state import RunState
 
 WARNINGS = ("SIGTERM", "SIGUSR1")
 """Signals by which a scheduler announces the end."""
@@ -44,7 +45,7 @@ class EndWatch:
             notice = Notice(class_=class_, by=f"{event.by} from {self._scheduler}")
         self._stopping = notice or Notice(class_="", by=event.by)
         if notice is not None:
-            self._told = [*planned(notice, event, verdict_id=f"e{self._epoch}-planned", attempt=self._attempt)]
+            self._told = [*planned(notice, event, verdict_id=planned_id(self._epoch), attempt=self._attempt)]
 
     def tick(self, now_t: float, request_stop: Callable[[str], None]) -> Sequence[Event]:
         """Ask for a stop if this must be the last step; what the ledger should know about a stop that was asked for."""
@@ -60,6 +61,18 @@ class EndWatch:
     def close(self) -> None:
         """Watch no more."""
         self._lookout.close()
+
+
+def planned_id(epoch: int) -> str:
+    """Of the verdict on a stop that a scheduler or a cloud caused."""
+    return f"e{epoch}-planned"
+
+
+def planned_end(state: RunState) -> str:
+    """What took the machine away from the run that has just been stopped, in words; empty if a person stopped it."""
+    if planned_id(state.epoch) not in state.verdict_ids or state.last_decision is None:
+        return ""
+    return state.last_decision.reason
 
 
 def planned(notice: Notice, asked: StopRequested, *, verdict_id: str, attempt: int) -> tuple[Event, Event]:

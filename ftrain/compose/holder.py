@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from recovery.launch import start_time
-from recovery.owner import HeldError, Owner, this_process
+from recovery.owner import HeldError, Owner, inherits, this_process
 from storage.errors import StorageError
 from storage.lease import Held, read_holder, release, renew
 from storage.objects import ObjectStore
@@ -30,7 +30,7 @@ def check_holder(store: ObjectStore, *, take_over: bool) -> None:
     if held is None or held.over or take_over:
         return
     owner, here = _owner(held), this_process()
-    if owner is None:
+    if owner is None or inherits(owner):
         return
     if owner.host == here.host:
         if owner.boot_id != here.boot_id or start_time(owner.pid) != owner.start_time:

@@ -21,6 +21,7 @@ import msgspec
 
 from ftrain.compose.nodes import NODE_FILE, NodeArgs, node_dir, this_node, write
 from recovery import paths
+from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
 from recovery.launch import Spawn, python, spawn
 from recovery.network import interface_address
@@ -31,6 +32,7 @@ log = logging.getLogger("ftrain.node")
 
 POLL_S = 0.2
 PAUSE_S = 1.0
+ASK_S = 3.0
 LONG_ENOUGH_S = 30.0  # an agent that lived so long was of use: the time that this node is tried for begins anew
 
 
@@ -91,7 +93,7 @@ def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
             env=spec.env,
             dies_with_us=True,
         )
-        status = _wait(spawn(how), stop)
+        status = _wait(spawn(how), stop, shared, node)
         if status in (ExitCode.DONE, ExitCode.HELD) or stop.asked:
             return status if status >= 0 else ExitCode.RETRY_SAME
         if time.monotonic() - began > LONG_ENOUGH_S + args.lease_s:
@@ -104,7 +106,7 @@ def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
 
 
 class _Stop:
-    """SIGTERM and SIGINT: noted, and handed on to the agent, which ends everything here."""
+    """SIGTERM and SIGINT: this node is being taken away. Noted, and handed on to whoever wants to know."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -129,12 +131,33 @@ class _Stop:
         select.select([self._wake], [], [], seconds)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: _Stop) -> int:
-    stop.hand_on(process.terminate)
+def _wait(process: subprocess.Popen[bytes], stop: _Stop, shared: Path, node: str) -> int:
+    """The agent's end. If this node is taken away the run is asked to save and leave, which ends the agent. Where nobody
+    answers, and when it is asked for again, the agent is ended at once.
+    """
+    asked: list[bool] = []
+
+    def taken_away() -> None:
+        if not asked and _tell(shared, node):
+            asked.append(True)
+        else:
+            process.terminate()
+
+    stop.hand_on(taken_away)
     try:
         return process.wait()
     finally:
         stop.hand_on(lambda: None)
+
+
+def _tell(shared: Path, node: str) -> bool:
+    """Whether the coordinator has heard that the scheduler takes this node away."""
+    try:
+        ask(shared, "stop", {"by": "SIGTERM", "node": node}, timeout_s=ASK_S)
+    except (NotRunningError, ValueError) as error:
+        log.warning("nobody to tell that node %s is taken away: %s", node, error)
+        return False
+    return True
 
 
 def main(argv: Sequence[str]) -> int:
