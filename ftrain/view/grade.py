@@ -73,10 +73,8 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
     rows = [
         _row("step_s", "step", "s", None, (step.total if step else None, found.step.value if found.step else None),
              "ftrain plan time (none without a peak) | median of the steps"),
-        _row("bubble", "bubble, of a step", "%", None, (said.bubble, found.bubble),
-             "ftrain plan schedule, idle of the total | bubble bucket / step, mean over the ranks"),
-        _row("imbalance", "waiting for slower ranks, of a step", "%", None, (None, found.share(("imbalance",))),
-             "- | imbalance bucket / step, mean over the ranks"),
+        _row("bubble", "waiting for other stages, of waiting and computing", "%", None, (said.bubble, found.idle),
+             "ftrain plan schedule, idle of the total, with the work of the stages | (bubble + imbalance) / (these + compute)"),
         _row("exposed", "communication that nothing hides, of a step", "%", None,
              (None if step is None else (step.tp + step.cp + step.pp + step.dp) / step.total, found.exposed),
              "ftrain plan time | tp + cp + pp + dp buckets / step, mean over the ranks"),
@@ -102,34 +100,41 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
 
 
 def _stage(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
-    """The fullest rank of a pipeline stage, what stays in it from step to step, and how its ranks spend a step."""
-    mine = sorted((rank for rank in found.memory if rank.stage == pp), key=lambda rank: rank.peak)
-    peak, used = (mine[-1].peak, mine[-1].used) if mine else (None, None)
-    active, memory = (None if peak is None or used is None else peak - used), said.memory[pp]
-    cpu = "; on a CPU of the whole process, libraries included"
-    kinds = (
-        ("memory", "memory", memory.total, peak, f"state + activations + buffers | peak{cpu}"),
-        ("state", "weights, gradients and optimizer", memory.state, used,
-         f"weights + gradients + master + moments | used between two steps{cpu}"),
-        ("activations", "activations and buffers", memory.activations + memory.buffers,
-         active, "activations + buffers | peak - used between two steps"),
-    )  # fmt: skip
-    for key, label, expected, value, how in kinds:
-        yield _row(
-            key, label, "B", pp, (float(expected), None if value is None else float(value)), f"ftrain plan memory: {how}"
-        )
+    """One pipeline rank."""
+    yield from _stage_memory(said, found, pp)
     if pp < len(found.stages):
-        times = found.stages[pp]
-        step = said.step
-        yield _row("busy_s", "computing", "s", pp, (_share_of(said, pp) if step else None, times.get("compute")),
-                   "its operations / (peak x kernel share) | compute bucket, mean of its ranks")  # fmt: skip
-        for key, bucket in (("bubble_s", "bubble"), ("imbalance_s", "imbalance")):
-            yield _row(key, f"waiting: {bucket}", "s", pp, (None, times.get(bucket)), f"- | {bucket} bucket, mean of its ranks")
-        heaviest = max(each.get("compute", 0.0) for each in found.stages)
-        mean = sum(each.get("compute", 0.0) for each in found.stages) / len(found.stages)
-        if heaviest == times.get("compute") and mean:
-            yield _row("slowest_over_mean", "slowest stage, over the mean of the stages", "", pp,
-                       (float(cost.imbalance(said.setup)), heaviest / mean), "operations | compute buckets")  # fmt: skip
+        yield from _stage_time(said, found, pp)
+
+
+def _stage_memory(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
+    """The fullest rank of a stage, and what stays in it from step to step.
+
+    On a CPU only the whole process is measured, libraries included, so the parts are not compared.
+    """
+    mine = sorted((rank for rank in found.memory if rank.stage == pp), key=lambda rank: rank.peak)
+    fullest, memory = (mine[-1] if mine else None), said.memory[pp]
+    parts = None if found.device == "cpu" else fullest
+    how = "ftrain plan memory: state + activations + buffers | peak; on a CPU of the whole process, libraries included"
+    yield _row("memory", "memory", "B", pp, (float(memory.total), float(fullest.peak) if fullest else None), how)
+    how = "weights + gradients + master + moments | used between two steps"
+    yield _row("state", "state", "B", pp, (float(memory.state), float(parts.used) if parts else None), how)
+    how, active = "activations + buffers | peak - used between two steps", float(memory.activations + memory.buffers)
+    yield _row(
+        "activations", "activations and buffers", "B", pp, (active, float(parts.peak - parts.used) if parts else None), how
+    )
+
+
+def _stage_time(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
+    """How the ranks of a stage spend a step; at the slowest one, by how much it is the slowest."""
+    times, computing = found.stages[pp], [stage.get("compute", 0.0) for stage in found.stages]
+    how = "its operations / (peak x kernel share) | compute bucket, mean of its ranks"
+    yield _row("busy_s", "computing", "s", pp, (_share_of(said, pp) if said.step else None, computing[pp]), how)
+    for bucket in ("bubble", "imbalance"):
+        yield _row(f"{bucket}_s", f"waiting, {bucket}", "s", pp, (None, times.get(bucket)), "- | its bucket, mean of its ranks")
+    mean = sum(computing) / len(computing)
+    if mean and computing[pp] == max(computing):
+        both = (float(cost.imbalance(said.setup)), computing[pp] / mean)
+        yield _row("slowest_over_mean", "computing of the slowest stage, over the mean", "", pp, both, "operations | compute")
 
 
 def _share_of(said: Predicted, pp: int) -> float:

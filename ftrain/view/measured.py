@@ -44,6 +44,8 @@ class Measured:
     memory: tuple[RankMemory, ...] = ()
     stages: tuple[Mapping[str, float], ...] = ()
     """Of each pipeline rank: bucket -> seconds of a step; empty without a pipeline."""
+    device: str = ""
+    """As it calls itself; of a CPU the memory is that of the whole process, libraries included."""
     actions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Kind of action -> mean seconds on each virtual stage."""
 
@@ -60,9 +62,10 @@ class Measured:
         return self.share(WAITING)
 
     @property
-    def bubble(self) -> float | None:
-        """The schedule's part of it."""
-        return self.share(("bubble",))
+    def idle(self) -> float | None:
+        """Waiting over waiting and computing: what the idle share of a schedule is compared with."""
+        waiting, computing = (sum(self.mean.get(name, 0.0) for name in names) for names in (WAITING, ("compute",)))
+        return waiting / (waiting + computing) if waiting + computing else None
 
     @property
     def exposed(self) -> float | None:
@@ -96,6 +99,7 @@ def measured(run: Recorded) -> Measured:
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
         memory=tuple(_memory(times)),
+        device=str(times[-1].get("device", "")) if times else "",
         stages=_by_place([line["stages"] for line in times if line.get("stages")]),
         actions=_actions([line["actions"] for line in times if line.get("actions")]),
     )

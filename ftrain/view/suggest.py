@@ -151,7 +151,7 @@ def _costs(b: Measured, predicted: Predicted | None) -> Iterator[Suggestion]:
     if predicted is None:
         return
     setup = predicted.setup
-    wait, how = (b.bubble, "measured") if b.bubble is not None else (predicted.bubble, "predicted")
+    wait, how = (b.idle, "measured") if b.idle is not None else (predicted.bubble, "predicted")
     if setup.mesh.pp > 1:
         heavy = _heavy_end(setup)
         if heavy:

@@ -35,7 +35,7 @@ ROWS: dict[int, tuple[str, str]] = {
     3: ("Order of decisions: fit first, then throughput", f"plan search {A}"),
     4: ("Pipeline: weights stay, activations go forward, gradients back", f"plan schedule {A} --stages 3 --microbatches 6"),
     5: ("Why 8 stages: smaller shard, more hand-off and waiting", f"plan search {A} --sweep pp"),
-    6: ("Pipeline acceptance: per-card peak, per-stage time", ""),
+    6: ("Pipeline acceptance: per-card peak, per-stage time", "report RUN"),
     7: ("Layer to stage map; cuts equalise time", f"plan schedule {B}"),
     8: ("Tensor parallel worked example", f"plan explain {A} --topic tp"),
     9: ("Column and row split: the pairing decides where to exchange", ""),
@@ -49,19 +49,19 @@ ROWS: dict[int, tuple[str, str]] = {
     17: ("Few micro-batches idle, many make an update large", f"plan schedule {A}"),
     18: ("Batch account: 10,485,760 tokens; by 80, not by 64", f"plan time {A} --replicas 64"),
     19: ("Micro-batch calculator", ""),
-    20: ("More per update is not the same material sooner", ""),
+    20: ("More per update is not the same material sooner", "compare RUN_A RUN_B"),
     21: ("Plain against interleaved: 17.9 % and 9.9 %", f"plan schedule {A}"),
     22: ("Distributed optimizer: whole W and G, shared M and Adam", "docs/pictures/zero1.svg"),
     23: ("Reduce-scatter and all-gather", f"plan explain {A} --topic zero1"),
-    24: ("Compute and communication overlap", ""),
+    24: ("Compute and communication overlap", "report RUN"),
     25: ("Overlap switches default off", ""),
-    26: ("Accepting a switch: off first, one at a time", ""),
+    26: ("Accepting a switch: off first, one at a time", "compare RUN_A RUN_B"),
     27: ("16 and 18 bytes a parameter: 8 and 9 TB", f"plan memory {A}"),
     28: ("State table: 2, 4, 4, 8; the last two over 80", f"plan memory {A}"),
     29: ("140.625 GB and 48.046875 GB a card", f"plan memory {A}"),
     30: ("What 48 GB leaves out", f"plan memory {A}"),
     31: ("Checkpoint: 14 B, 7 TB, not times 80", f"plan checkpoint {A}"),
-    32: ("FSDP as the route to compare", ""),
+    32: ("FSDP as the route to compare", f"plan traffic {A} --sharding fsdp"),
     33: ("FSDP in Megatron 0.19", DOCS),
     34: ("HFSDP: 1/2, 1/2, 1/4", f"plan memory {A} --sharding hfsdp --inner 2"),
     35: ("Layout line: 5,120", f"plan memory {A}"),
@@ -70,13 +70,13 @@ ROWS: dict[int, tuple[str, str]] = {
     38: ("Dynamic CP at equal valid tokens", f"plan simulate {SMALL} {TINY_CP} --lengths 4:2,8:1"),
     39: ("Loss by valid tokens", ""),
     40: ("Expert parallelism, not used for the dense plan", ""),
-    41: ("Activation recompute", ""),
+    41: ("Activation recompute", "compare RUN_A RUN_B"),
     42: ("Launch: 640 nodes x 8, DP80 inferred from 5,120 processes", f"plan memory {A}"),
     43: ("Rank relations: 7 TP peers, stages before and after, 79 DP peers", f"plan explain {A} --place 3,2,0"),
     44: ("Software stack map", DOCS),
     45: ("Split validation on a small model", ""),
     46: ("Tuning: each change answers one found problem", f"plan schedule {SMALL} --set parallel.tp=8 --set parallel.pp=8"),
-    47: ("Gradual scale-out", ""),
+    47: ("Gradual scale-out", "report RUN"),
     48: ("The checkpoint closes the loop", ""),
     49: ("Glossary", DOCS),
     50: ("405B, 15.6T tokens, 3.79e25 FLOP", f"plan time {B405} --tokens 15.6e12"),
@@ -107,7 +107,7 @@ ROWS: dict[int, tuple[str, str]] = {
     75: ("Causes that add up", f"plan checkpoint {B}"),
     76: ("One card can stop the job", ""),
     77: ("Checkpoint of a GPU: 1 MB to 4 GB; interval", f"plan checkpoint {B} --stall 5"),
-    78: ("Throughput by time of day", ""),
+    78: ("Throughput by time of day", "report RUN"),
     79: ("Power swing", f"plan traffic {B}"),
     80: ("The part under the pointer is lifted and named", f"plan explain {B} --html topology.html"),
     81: ("Out of scope", DOCS),
@@ -187,7 +187,9 @@ def page() -> str:
         "|---|---|---|---|",
     ]
     for number, (what, shown) in ROWS.items():
-        command = f"`ftrain {shown}`" if shown.startswith("plan ") else (f"`{shown}`" if shown else "-")
+        command = (
+            f"`ftrain {shown}`" if shown.startswith(("plan ", "report ", "compare ")) else (f"`{shown}`" if shown else "-")
+        )
         where = "<br>".join(f"`{name}`" for name in tests.get(number, [])) or "-"
         lines.append(f"| {number} | {what} | {command.replace('|', chr(92) + '|')} | {where} |")
     return "\n".join([*lines, ""])
