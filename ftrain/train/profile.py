@@ -1,7 +1,7 @@
 """A profiler window: torch.profiler's trace of chosen steps (`machine.profile_steps`), one file a rank, for chrome://tracing or
 ui.perfetto.dev.
 
-Off, it costs two comparisons a step, and nothing is imported. While it is on, the steps are slower, and what the metrics say of
+Off, it costs two comparisons a step. While it is on, the steps are slower, and what the metrics say of
 them is the profiler's time as well. On CPU the trace also shows the rank's activities (`ftrain.parallel.clock`) as ranges, so
 that the buckets of a step can be seen where they lie.
 """
