@@ -466,6 +466,14 @@ class Machine(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float64"],
         Meta(description="dtype of activations; auto: bfloat16 where the hardware has it, else float32", extra=RECORDED),
     ] = "auto"
+    compile: Annotated[
+        bool,
+        Meta(
+            description="norm, rotation and gate of each block through torch.compile, at the start of an attempt (on CPU it "
+            "needs a C++ compiler); other last bits",
+            extra=RECORDED,
+        ),
+    ] = False
     interface: Annotated[
         str,
         Meta(

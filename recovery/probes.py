@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
 import uuid
 from pathlib import Path
@@ -51,6 +52,14 @@ def _rename_probe(folder: Path) -> None:
     finally:
         old.unlink(missing_ok=True)
         new.unlink(missing_ok=True)
+
+
+def program(names: list[str]) -> str:
+    """One of these can be started."""
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise ProbeError(f"none of {', '.join(names)} was found")
+    return found
 
 
 def memory(need_bytes: int) -> str:

@@ -54,7 +54,17 @@ def cheap(config: Config) -> list[Check]:
             remedy="raise `ulimit -n`",
         ),
         Check(name="memory areas", entry="recovery.probes:anonymous_memory"),
+        *([_compiler()] if config.machine.compile and config.machine.device == "cpu" else []),
     ]
+
+
+def _compiler() -> Check:
+    return Check(
+        name="C++ compiler",
+        entry="recovery.probes:program",
+        args={"names": [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]},
+        remedy="install g++, name a compiler in CXX, or set machine.compile = false",
+    )
 
 
 def thorough(config: Config) -> list[Check]:

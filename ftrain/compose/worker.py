@@ -81,6 +81,8 @@ def main(context: WorkerContext) -> None:
         progress=lambda phase, microbatch: progress(phase, microbatch),
     )
 
+    context.heartbeat.beat("compile")
+    engine.prepare()
     pace = Pace()
 
     def progress(phase: str, microbatch: int) -> None:
@@ -151,7 +153,7 @@ def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any
         "config": args.config,
         "fingerprint": fingerprint(config),
         "layout": args.layout,
-        "numeric_environment": numeric_environment(engine.device, engine.compute_dtype),
+        "numeric_environment": numeric_environment(engine.device, engine.compute_dtype, compiled=config.machine.compile),
         "data": engine.dataset.identity,
     }
 

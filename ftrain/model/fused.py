@@ -147,19 +147,18 @@ def _require_compiler(device: str) -> None:
 
 
 @torch.no_grad()
-def prepare(kernels: Kernels, *, rows: int, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Call everything once, so that compiling happens now: norms and gates of these `sizes` of the last dim."""
+def prepare(kernels: Kernels, *, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Call everything once, so that compiling happens now. `sizes`: some last dims of norms and gates; others come free."""
     if kernels is EAGER:
         return
-    wide = precise(dtype)
     for size in sizes:
-        x = torch.zeros(1, rows, size, dtype=dtype, device=device)
-        weight = torch.ones(size, dtype=torch.bfloat16, device=device)
+        x = torch.zeros(3, 5, size, dtype=dtype, device=device)
+        weight = torch.ones(size, dtype=torch.float64 if dtype == torch.float64 else torch.bfloat16, device=device)
         _, inverse = kernels.norm(x, weight, 1.0)
         kernels.norm_backward(x, x, inverse, weight)
         kernels.gate(x, x)
         kernels.gate_backward(x, x, x)
-    heads = torch.zeros(1, rows, 2, 16, dtype=dtype, device=device)
-    table = torch.zeros(rows, 1, 8, dtype=wide, device=device)
+    heads = torch.zeros(3, 5, 7, 16, dtype=dtype, device=device)
+    table = torch.zeros(5, 1, 8, dtype=precise(dtype), device=device)
     for sign in (1, -1):
         kernels.rotate(heads, table, table, sign)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ftrain.config import Config
+from ftrain.model.fused import EAGER, compiled, prepare
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.buckets import plan_buckets
 from ftrain.parallel.context import ContextGroup
@@ -48,6 +49,7 @@ class Passes:
         self.closing = tuple(gather.bucket for gather in closing(self._segments[rank], self._num_buckets[rank]))
         group = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
         self.context = ContextGroup.of(self.mesh, parallel)
+        self.kernels = compiled(optimizer.device.type) if config.machine.compile else EAGER
         self.modules = {
             stage: Transformer(
                 config.model,
@@ -56,6 +58,7 @@ class Passes:
                 group=group,
                 context=self.context,
                 recompute=parallel.recompute,
+                kernels=self.kernels,
             )
             for stage in self.plan.stages_of(rank)
         }
@@ -70,6 +73,11 @@ class Passes:
         )
         self._programs: dict[int, Program] = {}
         self.schedule: Schedule | None = None  # of the newest `accumulate`
+
+    def prepare(self) -> None:
+        """Compile what is to be compiled: minutes, better spent before anybody's patience with a step begins to run."""
+        model = self.config.model
+        prepare(self.kernels, sizes=(model.hidden, model.ffn), dtype=self.pipeline.dtype, device=self.optimizer.device)
 
     def _column(self) -> list[Coordinate]:
         """The places of this rank's pipeline, first stage to last: one program is made for all of them."""

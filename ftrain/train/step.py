@@ -95,6 +95,10 @@ class Engine:
             progress=lambda phase, microbatch: self.progress(phase, microbatch),
         )
 
+    def prepare(self) -> None:
+        """Do beforehand what the first step would need long for."""
+        self.passes.prepare()
+
     @property
     def model(self) -> Transformer:
         """The rank's first stage: the whole model where there is no pipeline."""
