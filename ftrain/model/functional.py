@@ -1,6 +1,7 @@
 """The differentiable pieces of the model, written so that no parameter ever has a `.grad` (`ftrain.parallel.weight` says why).
 
-Each backward adds its weight gradient, in fp32, straight into `weight.main_grad`, and tells autograd that there is none.
+Each backward adds its weight gradient, in fp32, straight into `weight.main_grad`, and tells autograd that there is none (but
+for parameters that FSDP gathered, whose gradient it returns).
 Backward passes are by hand, so they also choose what is kept: the input of each group of projections once, no softmax
 probabilities next to the logits, no product of the gate. These are the pieces of one process; those that tensor parallelism
 cuts have their twins in `ftrain.parallel.tensor`.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from ftrain.model.fused import EAGER, Kernels
-from ftrain.parallel.weight import Weight, accumulate, accumulate_rows, linear, main_grad, precise, project
+from ftrain.parallel.weight import Weight, accumulate, accumulate_rows, add_grad, linear, precise, project
 
 __all__ = ["Weight", "embed", "head_loss", "linear", "precise", "project", "rms_norm", "rotate", "swiglu", "token_losses"]
 
@@ -80,10 +81,9 @@ class _Embed(Function):
         return rows.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (tokens,) = ctx.saved_tensors
-        accumulate_rows(ctx.weight, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1]))
-        return None, None, None
+        return None, accumulate_rows(ctx.weight, tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])), None
 
 
 class _RmsNorm(Function):
@@ -97,8 +97,7 @@ class _RmsNorm(Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.kernels.norm_backward(dy, *ctx.saved_tensors, ctx.weight)
-        main_grad(ctx.weight).add_(dweight)
-        return dx, None, None, None
+        return dx, add_grad(ctx.weight, dweight), None, None
 
 
 class _Rotate(Function):
@@ -147,11 +146,10 @@ class _HeadLoss(Function):
         return (losses * valid).sum(dtype=torch.float64) * scale
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, grads = ctx.saved_tensors
         grads = grads.mul_(dloss)
-        accumulate(ctx.weight, grads, x)
-        return grads @ ctx.weight.to(x.dtype), None, None, None, None, None
+        return grads @ ctx.weight.to(x.dtype), accumulate(ctx.weight, grads, x), None, None, None, None
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

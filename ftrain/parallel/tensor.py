@@ -84,14 +84,14 @@ class _Column(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (saved,) = ctx.saved_tensors
-        dx = _column_backward(ctx.group, saved, ctx.weights, grads)
-        return None, dx, *(None for _ in grads)
+        dx, dweights = _column_backward(ctx.group, saved, ctx.weights, grads)
+        return None, dx, *dweights
 
 
 def _column_backward(
     group: TensorGroup, saved: torch.Tensor, weights: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
-    """The gradient of a column's input, narrowed; those of its weights are added to their `main_grad`."""
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The gradient of a column's input, narrowed, and what there is to return of those of its weights."""
     pending_x = group.widen(saved) if group.regather else Pending(saved)
     rows = [grad.flatten(0, -2) for grad in grads]
     dx_ND = rows[0] @ weights[0].to(saved.dtype)
@@ -99,9 +99,8 @@ def _column_backward(
         dx_ND.addmm_(dy_NO, weight.to(saved.dtype))
     pending_dx = group.narrow(dx_ND.view(*grads[0].shape[:-1], -1))
     x_ND = pending_x.wait().reshape(-1, saved.shape[-1])
-    for dy_NO, weight in zip(rows, weights, strict=True):
-        accumulate(weight, dy_NO, x_ND)
-    return pending_dx.wait().to(saved.dtype)
+    dweights = [accumulate(weight, dy_NO, x_ND) for dy_NO, weight in zip(rows, weights, strict=True)]
+    return pending_dx.wait().to(saved.dtype), dweights
 
 
 class _Row(Function):
@@ -112,12 +111,12 @@ class _Row(Function):
         return group.narrow(F.linear(x, weight.to(x.dtype))).wait().to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None]:
         (x,) = ctx.saved_tensors
         whole = ctx.group.widen(dy).wait()
         dy_NO = whole.reshape(-1, whole.shape[-1])
-        accumulate(ctx.weight, dy_NO, x.reshape(-1, x.shape[-1]))
-        return None, (dy_NO @ ctx.weight.to(x.dtype)).view(x.shape), None
+        dweight = accumulate(ctx.weight, dy_NO, x.reshape(-1, x.shape[-1]))
+        return None, (dy_NO @ ctx.weight.to(x.dtype)).view(x.shape), dweight
 
 
 class _Embed(Function):
@@ -131,11 +130,10 @@ class _Embed(Function):
         return group.narrow(out).wait().to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, torch.Tensor | None, None]:
         own, is_mine = ctx.saved_tensors
         whole = ctx.group.widen(dy).wait().view(*own.shape, dy.shape[-1])
-        accumulate_rows(ctx.weight, own[is_mine], whole[is_mine])
-        return None, None, None, None
+        return None, None, accumulate_rows(ctx.weight, own[is_mine], whole[is_mine]), None
 
 
 class _HeadLoss(Function):
@@ -154,9 +152,10 @@ class _HeadLoss(Function):
         return (softmax.losses * labels.valid).sum(dtype=torch.float64) * labels.scale
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
         saved, grads = ctx.saved_tensors
-        return None, _column_backward(ctx.group, saved, (ctx.weight,), (grads.mul_(dloss),)), None, None
+        dx, (dweight,) = _column_backward(ctx.group, saved, (ctx.weight,), (grads.mul_(dloss),))
+        return None, dx, dweight, None
 
 
 class _Softmax(NamedTuple):

@@ -4,6 +4,9 @@ autograd would give each bf16 parameter a bf16 gradient and add micro-batches up
 weight is kept as it is and upcast where it is used: a transient copy, much cheaper than the matmul that follows, and bf16
 matmuls are many times slower where the hardware lacks them. `accumulate` is the one place where a matrix gets its gradient.
 
+A parameter that is no `Weight` is one that `fully_shard` gathered for the moment: its gradient is returned to autograd, in the
+gradient's precision as well (such parameters are gathered rounded, into a tensor of that type), and FSDP takes it from there.
+
 Shape suffixes: N rows (positions), D and I input width, O output width.
 """
 
@@ -24,10 +27,12 @@ class Weight(torch.nn.Parameter):
     main_grad: torch.Tensor
 
 
-def main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """The buffer a weight's gradient is added to."""
-    assert isinstance(weight, Weight), "a differentiated weight has a main_grad"
-    return weight.main_grad
+def add_grad(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+    """Give a small weight its gradient: what its backward returns to autograd."""
+    if not isinstance(weight, Weight):
+        return grad
+    weight.main_grad.add_(grad)
+    return None
 
 
 Outer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -57,28 +62,34 @@ def make_up(queue: list[Outer]) -> None:
     queue.clear()
 
 
-def accumulate(weight: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-    """weight.main_grad += dy.T @ x, summed in the gradient's own precision."""
+def accumulate(weight: torch.Tensor, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor | None:
+    """weight.main_grad += dy.T @ x, summed in the gradient's own precision: what a backward returns to autograd."""
+    if not isinstance(weight, Weight):
+        if weight.dtype == dy_NO.dtype or not weight.is_cuda:
+            return dy_NO.t().to(weight.dtype) @ x_NI.to(weight.dtype)
+        return torch.mm(dy_NO.t(), x_NI, out_dtype=weight.dtype)
     if _later:
         _later[-1].append((weight, dy_NO, x_NI))
-        return
-    grad = main_grad(weight)
+        return None
+    grad = weight.main_grad
     if grad.dtype == dy_NO.dtype:
         grad.addmm_(dy_NO.t(), x_NI)
     elif grad.is_cuda:
         grad.add_(torch.mm(dy_NO.t(), x_NI, out_dtype=grad.dtype))
     else:
         grad.addmm_(dy_NO.t().to(grad.dtype), x_NI.to(grad.dtype))
+    return None
 
 
-def accumulate_rows(weight: torch.Tensor, rows_N: torch.Tensor, dy_ND: torch.Tensor) -> None:
-    """weight.main_grad[rows] += dy, row by row in a fixed order."""
-    grad = main_grad(weight)
+def accumulate_rows(weight: torch.Tensor, rows_N: torch.Tensor, dy_ND: torch.Tensor) -> torch.Tensor | None:
+    """weight.main_grad[rows] += dy, row by row in a fixed order: what a backward returns to autograd."""
+    grad = weight.main_grad if isinstance(weight, Weight) else torch.zeros_like(weight)
     dy_ND = dy_ND.to(grad.dtype)
     if grad.is_cuda:  # index_add_ uses atomics there, whose order is not reproducible
         grad.index_put_((rows_N,), dy_ND, accumulate=True)
     else:
         grad.index_add_(0, rows_N, dy_ND)
+    return None if isinstance(weight, Weight) else grad
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
@@ -109,10 +120,11 @@ class _Project(Function):
         (x,) = ctx.saved_tensors
         x_ND = x.reshape(-1, x.shape[-1])
         dx_ND: torch.Tensor | None = None
+        dweights = []
         for weight, grad in zip(ctx.weights, grads, strict=True):
             dy_NO = grad.reshape(-1, grad.shape[-1])
-            accumulate(weight, dy_NO, x_ND)
+            dweights.append(accumulate(weight, dy_NO, x_ND))
             wide = weight.to(x.dtype)
             dx_ND = dy_NO @ wide if dx_ND is None else dx_ND.addmm_(dy_NO, wide)
         assert dx_ND is not None
-        return dx_ND.view(x.shape), *(None for _ in grads)
+        return dx_ND.view(x.shape), *dweights
