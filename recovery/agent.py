@@ -145,10 +145,10 @@ class Agent:
         self.uplink.close()
 
     def _check_lease(self) -> None:
-        silent_s = self.uplink.silent_s
-        if silent_s > self.spec.lease_s and not self.leaving:
+        silent_s, lease_s = self.uplink.silent_s, self.spec.lease_s
+        if silent_s > (lease_s if self.uplink.met else max(lease_s, self.spec.patience_s)) and not self.leaving:
             self._status = ExitCode.RETRY_SAME
-            self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {self.spec.lease_s:g} s")
+            self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {lease_s:g} s")
 
     # children
 

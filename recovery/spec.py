@@ -24,6 +24,8 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keeper_argv: tuple[str, ...] = ()
     """Command of the keeper, to which its socket's number is appended; empty: no keeper."""
     lease_s: float = 60.0
+    patience_s: float = 0.0
+    """How long an agent waits for its first coordinator, if that is longer than the lease: it holds nothing yet."""
     env: dict[str, str] = {}
     """Added to the environment of keeper, zygote and workers."""
     host: str = "127.0.0.1"

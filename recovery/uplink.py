@@ -59,6 +59,8 @@ class Uplink:
         self._epoch = 0
         self._failures = 0
         self._contact = time.monotonic()
+        self.met = False
+        """Whether there ever was a coordinator."""
 
     @property
     def silent_s(self) -> float:
@@ -144,7 +146,7 @@ class Uplink:
             self._lost()
             return
         self._epoch = epoch
-        self._linked = True
+        self._linked = self.met = True
         self._failures = 0
         for numbered in self.outbox:
             if self._port is not None:

@@ -68,6 +68,7 @@ def agent_spec(args: NodeArgs, shared: Path, node: str) -> AgentSpec:
         zygote_preload=args.zygote_preload,
         keeper_argv=tuple(python("ftrain.compose.keeper", str(keeper))),
         lease_s=args.lease_s,
+        patience_s=args.patience_s,
         env=args.env,
         host=address,
         node_env={"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name},
