@@ -10,6 +10,8 @@ from tiny import data_of, tiny
 from ftrain.model.fused import EAGER, CompileError, compiled
 from ftrain.parallel.weight import precise
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch's own old parts
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
