@@ -25,7 +25,7 @@ def called(*arguments):
 
 
 @pytest.mark.dist
-def test_a_small_certificate_holds(tmp_path):
+def test_row_45_a_small_model_before_and_after_splitting_forward_and_update(tmp_path):
     out = tmp_path / "certificate.json"
     done = called("--layouts", SMALL, "--steps", "1", "--modes", "fp64,fp32", "--out", str(out))
     assert done.exit_code == 0, done.output

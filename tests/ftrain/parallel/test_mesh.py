@@ -42,7 +42,7 @@ def _flat(rank, shape):
 
 
 @pytest.mark.dist
-def test_flat_collectives_work_in_place():
+def test_row_23_flat_collectives_work_in_place():
     run_world(_flat, SHAPE.world, SHAPE)
 
 

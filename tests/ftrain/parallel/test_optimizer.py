@@ -81,7 +81,7 @@ def test_it_is_so_for_arrays_of_many_blocks_and_odd_sizes():
 
 
 @pytest.mark.dist
-def test_two_replicas_are_torch_adamw_bit_for_bit():
+def test_row_22_two_replicas_are_torch_adamw_bit_for_bit():
     """Two summands: addition commutes, so even the sum over replicas has one value."""
     run_world(_update, 2, tiny(ranks=2), 0.3)
 

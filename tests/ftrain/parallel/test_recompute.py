@@ -16,7 +16,7 @@ from ftrain.train.batch import Sequences
     [("1f1b", {}, 1), ("zb_v", {}, 2), ("zb_h1", {}, 2), ("1f1b", {"tp": 2}, 4), ("1f1b", {"overlap_reduce": True}, 2)],
 )
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(schedule, changes, ranks, recompute):
+def test_row_41_recompute_changes_no_bit(schedule, changes, ranks, recompute):
     pp = min(ranks, 2)
     plain, again = (
         piped(schedule, pp=pp, ranks=ranks, parallel={**changes, "recompute": kind}) for kind in ("none", recompute)
