@@ -24,7 +24,7 @@ from storage.merge import merge
 from storage.pack import ALIGNMENT, ArraySpec, PackLayout, plan_pack, seal, write_part
 from storage.run import RunStore
 
-__all__ = ["Incoming", "write_checkpoint"]
+__all__ = ["Incoming", "write_checkpoint", "write_pack"]
 
 PACK_BYTES = 8 << 30
 """After this many bytes the next pack begins, so that no object is too large for any store."""
@@ -51,7 +51,7 @@ def write_checkpoint(
     """Write and commit a checkpoint in an epoch that this process has taken. Nothing exists before the commit."""
     readers = {incoming.spec.name: incoming for incoming in arrays}
     deliveries = [
-        _write_pack(run, readers, boxes, step=step, epoch=epoch, number=number)
+        write_pack(run, readers, boxes, step=step, epoch=epoch, number=number)
         for number, boxes in enumerate(_packs(arrays, pack_bytes))
     ]
     manifest = merge(
@@ -81,9 +81,10 @@ def _packs(arrays: Sequence[Incoming], pack_bytes: int) -> Iterator[list[tuple[s
         yield boxes
 
 
-def _write_pack(
+def write_pack(
     run: RunStore, readers: dict[str, Incoming], boxes: list[tuple[str, Box]], *, step: int, epoch: int, number: int
 ) -> PackManifest:
+    """Stream boxes of arrays into the pack of writer `number`; what it delivers to the commit."""
     layout = plan_pack({name: readers[name].spec for name, _ in boxes}, boxes)
     digests = dict.fromkeys(layout.specs, 0)
     run.store.put_stream(run.pack_key(step, epoch, 0, number), _stream(layout, readers, digests))

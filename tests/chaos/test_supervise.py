@@ -1,0 +1,184 @@
+"""`ftrain supervise` around scripts that know nothing of us, a little, and everything."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from recovery.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    InterruptionClassified,
+    RunEnded,
+    StepFinished,
+    Suspected,
+    steps_of,
+)
+from storage.local import LocalStore
+from storage.run import RunStore
+from tests.commands import ftrain, ftrain_json
+from tests.supervised import python, supervised
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+COUNTS = """
+import os, sys, time
+path = f"state-{os.environ.get('RANK', 'alone')}"
+first = int(open(path).read()) + 1 if os.path.exists(path) else 1
+for step in range(first, 13):
+    with open(path, "w") as file:
+        file.write(str(step))
+    print(f"iter {step}, loss {1 / step:.4f}")
+    if step == 6 and first == 1 and os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), 9)
+    time.sleep(0.02)
+"""
+
+TALKS = """
+import os, sys, time
+import ftrain
+assert "torch" not in sys.modules
+restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+for step in range(1, 10**9 if restarted else 5):
+    time.sleep(0.01)
+    if ftrain.progress(step, loss=1 / step, tokens=10):
+        print("leaving as asked")
+        break
+else:
+    print("stands still", flush=True)
+    while True:
+        time.sleep(1)
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_script_that_knows_nothing_is_killed_and_started_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COUNTS)
+    pattern = r"iter (?P<step>\d+), loss (?P<loss>[\d.]+)"
+    with supervised(tmp_path, "--nproc", "2", "--progress-pattern", pattern, *python("train.py")) as run:
+        code, out, err = run.wait()
+    assert code == 0, err
+    assert out.splitlines()[-1] == "iter 12, loss 0.0833"
+    verdicts = [event.verdict for event in run.events(InterruptionClassified)]
+    assert [verdict.first_failing_rank for verdict in verdicts] == [1]
+    steps = [record for event in run.events(StepFinished) for record in steps_of(event)]
+    assert steps[-1].step == 12
+    assert steps[-1].loss == 0.0833
+    report = ftrain_json("report", run.url)
+    assert report["outcome"] == "finished"
+    assert len(report["attempts"]) == 2
+
+
+def test_a_hang_is_found_by_progress_and_a_stop_is_seen_by_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TALKS)
+    with supervised(tmp_path, "--nproc", "2", "--hang-s", "1", *python("train.py")) as run:
+        run.wait_event(Suspected)
+        run.wait_event(StepFinished, lambda event: event.attempt == 1)
+        assert ftrain("stop", run.url).returncode == 0
+        code, _, err = run.wait()
+    assert code == 75, err
+    assert "leaving as asked" in run.log(attempt=1)
+    assert "train.py" in run.log(attempt=0)  # the stacks of a script that has no handler of its own
+    assert "time.sleep" not in run.log(attempt=0).split("stands still")[0]
+    assert [event.outcome for event in run.events(RunEnded)] == ["stopped"]
+
+
+def test_a_script_that_does_not_see_a_stop_is_terminated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(1000)\n")
+    with supervised(tmp_path, *python("train.py")) as run:
+        run.workers()
+        run.process.send_signal(signal.SIGTERM)
+        code, _, err = run.wait()
+    assert code == 75, err
+
+
+def test_every_process_has_what_torchrun_would_tell_it(tmp_path: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT GROUP_RANK"
+    (tmp_path / "show.py").write_text(
+        f"import json, os\nprint(json.dumps({{name: os.environ[name] for name in {names.split()!r}}}))\n"
+        "print(os.environ.get('OPENBLAS_NUM_THREADS'), os.getcwd(), os.environ['MINE'])\n"
+    )
+    with supervised(tmp_path, "--nproc", "2", *python("show.py"), env={"MINE": "7"}) as run:
+        code, _, err = run.wait()
+    assert code == 0, err
+    told = [json.loads(run.log(rank=rank).splitlines()[0]) for rank in (0, 1)]
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [("0", "0"), ("1", "1")]
+    assert {each["WORLD_SIZE"] for each in told} == {each["LOCAL_WORLD_SIZE"] for each in told} == {"2"}
+    assert len({each["MASTER_PORT"] for each in told}) == 1
+    assert run.log().splitlines()[1] == f"{os.environ.get('OPENBLAS_NUM_THREADS')} {tmp_path} 7"
+
+
+def test_a_failing_script_is_given_up_and_says_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no such column: price')\n")
+    with supervised(tmp_path, *python("train.py")) as run:
+        code, _, err = run.wait()
+    assert code not in (0, 75)
+    assert "no such column: price" in err
+    assert len(run.events(AttemptStarted)) <= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--", "no-such-program"), "no program"),
+        (("--progress-pattern", "step (", "--", "true"), "regular expression"),
+        (("--progress-pattern", "step", "--", "true"), "no group"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    done = ftrain("supervise", "--run", str(tmp_path / "run"), *words)
+    assert done.returncode == 3
+    assert expected in done.stderr
+
+
+def finals(run_folder: Path) -> tuple[int, dict[str, int]]:
+    """Newest step and its digests, recomputed from storage."""
+    checkpoint = RunStore(LocalStore(str(run_folder))).open()
+    assert checkpoint.verify().ok
+    return checkpoint.step, checkpoint.manifest.digests
+
+
+def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    words = ("--nproc", "2", *python(str(EXAMPLES / "ddp.py"), "--steps", "240", "--batch", "256", "--width", "256"))
+    ends = {}
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        with supervised(tmp_path / name, *words) as run:
+            if name == "killed":
+                run.wait_event(CheckpointCommitted, lambda event: event.step >= 20)
+                os.kill(run.workers()[1], signal.SIGKILL)
+            code, out, err = run.wait()
+        assert code == 0, err
+        ends[name] = (out.splitlines()[-1], *finals(tmp_path / name / "run"))
+    assert len(run.events(InterruptionClassified)) == 1
+    assert ends["killed"] == ends["undisturbed"]
+    assert ends["killed"][1] == 240
+
+
+@pytest.mark.slow
+def test_the_plain_ddp_script_survives_a_kill(tmp_path: Path) -> None:
+    words = ("--nproc", "2", "--progress-pattern", r"step (\d+) loss (?P<loss>\S+)")
+    words += python(str(EXAMPLES / "plain_ddp.py"), "--steps", "400", "--batch", "256", "--width", "256")
+    with supervised(tmp_path, *words) as run:
+        run.wait_event(StepFinished, lambda event: event.step >= 20)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        code, out, err = run.wait()
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith("final ")
+    assert len(run.events(InterruptionClassified)) == 1
+
+
+def test_the_two_examples_differ_by_ten_lines() -> None:
+    plain, ours = ((EXAMPLES / name).read_text() for name in ("plain_ddp.py", "ddp.py"))
+    code = [text.split('"""', 2)[2].splitlines() for text in (plain, ours)]
+    assert len(plain.splitlines()) <= 62
+    assert "ftrain" not in "".join(code[0])
+    changed = [line for line in difflib.ndiff(*code) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(changed) <= 10, changed
