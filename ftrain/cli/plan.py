@@ -342,10 +342,11 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 @click.option("--stragglers", type=float, default=0.0, help="Slow machines per 1,000 node-days.")
 @click.option("--trace", default="", metavar="FILE", help="Replay a trace or a ledger instead.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Times and counts; the answer lists them.")
+@click.option("--measured", default="", metavar="RUN", help="Take times of recovery from a run of yours; --assume goes before.")
 @click.option(
     "--lengths", default="", metavar="LENGTH:COUNT,...", help="Compare static and dynamic CP on this histogram instead."
 )
-def simulate(asked: Asked, lengths: str, **given: Any) -> None:
+def simulate(asked: Asked, lengths: str, measured: str, **given: Any) -> None:
     """A run over days with failures, by the supervisor's own policy: effective time, and what limits it.
 
     \b
@@ -358,5 +359,26 @@ def simulate(asked: Asked, lengths: str, **given: Any) -> None:
     if lengths:
         show(asked, dynamic_cp.answer(setup, lengths))
         return
+    if measured:
+        given["assume"] = (*_recovery_of(measured), *given["assume"])
     question = simulation.Question(table=given.pop("failures"), **given)
     show(asked, simulation.answer(setup, question))
+
+
+def _recovery_of(url: str) -> tuple[str, ...]:
+    """What a run measured of its recovery, as assumptions; and a word on what that is worth."""
+    from ftrain.cli.problems import told
+    from ftrain.view.record import read
+    from ftrain.view.recovery import assumptions
+
+    with told():
+        run = read(url)
+    found = assumptions(run)
+    if not found:
+        raise ValueError(
+            f"--measured {url}: that run recovered from nothing and saved nothing, so there is nothing to take over"
+        )
+    ranks = max(row.ranks for row in run.report.attempts)
+    times = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+    render.note(f"measured on {ranks} ranks: {times}; more ranks need longer")
+    return tuple(f"{name}={value!r}" for name, value in found.items())

@@ -127,6 +127,7 @@ def answer(setup: Setup, question: Question) -> Answer:
         source = f"{table.title}, at {question.rate or table.per_1000_node_days:.3g} per 1,000 node-days"
     sections = [
         _result(setup, how, outcome, source),
+        _limits(setup, how, happened, question.days, outcome),
         _causes(outcome),
         _comparison(setup, how, happened, question.days),
         _assumptions(how),
@@ -177,6 +178,52 @@ def _result(setup: Setup, how: Rules, outcome: Outcome, source: str) -> Section:
         ),
         tables=(Table(key="buckets", title="Every second, once", columns=("bucket", "time", "share"),
                       rows=(*rows, ("total", seconds(sum(buckets.values())), "100.00 %")), source="ftrain.plan.simulate"),),
+    )  # fmt: skip
+
+
+LIMITING = {
+    "repeated": ("snapshot_steps", "upload_s", "corruption_s"),
+    "saving": ("stall_s",),
+    "detection": ("detect_s", "hang_s"),
+    "waiting": ("human_s",),
+    "restarting": ("restart_s",),
+    "loading": ("load_memory_s", "load_storage_s"),
+    "slowed": ("repair_s", "straggler_s"),
+}
+"""Bucket -> the assumptions that would make it smaller if they were."""
+FELT = 2e-4
+"""Share of the time below which a bucket's assumptions are not asked about."""
+
+
+def _limits(setup: Setup, how: Rules, happened: Sequence[Failure], days: float, outcome: Outcome) -> Section:
+    """Which assumption limits the effective time: each one halved, the same failures again."""
+    gains: list[tuple[float, str]] = []
+    felt = [name for name, seconds_ in outcome.buckets.items() if seconds_ > FELT * outcome.wall_s]
+    for name in [name for bucket in felt for name in LIMITING.get(bucket, ())]:
+        value = getattr(how, name)
+        half = value // 2 if isinstance(value, int) else value / 2
+        if half:
+            better = play(setup, replace(how, **{name: half}), happened, days=days)
+            gains.append((better.effective - outcome.effective, name))
+    gains.sort(reverse=True)
+    rows = tuple(
+        (name, f"{getattr(how, name):g}", f"{100 * (outcome.effective + gain):.2f} %", f"{100 * gain:+.3f} %")
+        for gain, name in gains
+    )
+    gain, worst = gains[0] if gains else (0.0, "")
+    text = (
+        f"{worst} = {getattr(how, worst):g}: half of it would give {100 * (outcome.effective + gain):.2f} %"
+        if gain > 0
+        else "none"
+    )
+    return Section(
+        title="Limits",
+        figures=(
+            said("limiting_assumption", "the assumption that limits it", text=text,
+                 why=why("each assumption halved, the same failures again: the largest gain", "ftrain.plan.simulate")),
+        ),
+        tables=(Table(key="limits", title="Each assumption halved", columns=("assumption", "is", "effective then", "gain"),
+                      rows=rows, source="ftrain.plan.simulate"),),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from recovery.events import (
     Event,
     Ready,
     RunStarted,
+    SnapshotCompleted,
     StepRecord,
     steps_of,
 )
@@ -71,6 +72,8 @@ class Recorded:
     evaluations: tuple[tuple[int, float], ...]
     """(step, held-out loss) of the final history."""
     checkpoints: tuple[CheckpointCommitted, ...]
+    snapshots: int
+    """Copies that the memory tier got of all ranks."""
     changes: tuple[ConfigChanged, ...]
     metrics: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl that belong to the final history; empty if that file is not on this machine."""
@@ -120,6 +123,7 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
         undone=undone,
         evaluations=_evaluations(events, last=steps[-1].record.step if steps else 0),
         checkpoints=tuple(event for event in events if isinstance(event, CheckpointCommitted)),
+        snapshots=sum(isinstance(event, SnapshotCompleted) for event in events),
         changes=tuple(event for event in events if isinstance(event, ConfigChanged)),
         metrics=tuple(line for line in metrics if (line.get("attempt"), line.get("step")) in final),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from founding import ROOT, ask
+from founding import ROOT, Reply, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,6 +184,17 @@ def test_the_project_s_measured_recovery_reaches_99_per_cent_on_llama_s_failures
     reply = ask(f"plan simulate configs/llama3-405b.toml --hardware h100 {measured} {rest}")
     assert reply.value("effective") >= 0.99
     assert reply.text("limit").startswith("repeated")
+    gains = {entry["assumption"]: float(entry["gain"].split()[0]) for entry in reply.rows("limits")}
+    worst = reply.text("limiting_assumption").split(" = ")[0]
+    assert gains[worst] == max(gains.values())
+    again = ask(
+        f"plan simulate configs/llama3-405b.toml --hardware h100 {measured} {rest} --assume {worst}={_half(reply, worst)}"
+    )
+    assert 100 * (again.value("effective") - reply.value("effective")) == pytest.approx(gains[worst], abs=6e-4)
+
+
+def _half(reply: Reply, name: str) -> float:
+    return float(next(entry["value"] for entry in reply.rows("assumptions") if entry["name"] == name)) / 2
 
 
 def test_the_command_s_own_figures_agree_with_the_formula() -> None:
