@@ -23,6 +23,11 @@ SHORT = {"global_batch": 2}  # few messages, so that a busy machine cannot delay
 FP32 = {"compute_dtype": "float32"}
 
 
+def small(**parallel):
+    """Two ranks with one layer between them."""
+    return tiny(ranks=2, parallel=parallel, model={"layers": 1}, batch=SHORT, machine=FP32)
+
+
 def nothing(engine):
     """No delay."""
 
@@ -163,7 +168,7 @@ def test_measuring_changes_no_bit():
 
 @pytest.mark.dist
 def test_slow_data_on_all_replicas_is_data():
-    reports, _ = run(tiny(ranks=2, machine=FP32), data_delay)
+    reports, _ = run(small(), data_delay)
     assert middle(reports, "data", worst=False) >= DELAY
     assert all(least(reports, bucket) < 0.8 * DELAY for bucket in ("dp", "imbalance", "compute"))
 
@@ -171,7 +176,7 @@ def test_slow_data_on_all_replicas_is_data():
 @pytest.mark.dist
 def test_a_slow_replica_is_imbalance_for_the_other():
     """The slow one computes for longer; the other waits for it in a collective, which is not the collective's fault."""
-    reports, _ = run(tiny(ranks=2, machine=FP32), stage_delay)
+    reports, _ = run(small(), stage_delay)
     assert middle(reports, "imbalance") >= 0.8 * DELAY
     assert middle(reports, "compute") >= DELAY
     assert statistics.mode(report.worst["compute"][0] for report in reports) == 1
@@ -180,17 +185,24 @@ def test_a_slow_replica_is_imbalance_for_the_other():
 
 @pytest.mark.dist
 def test_a_slow_link_between_replicas_is_dp():
-    reports, _ = run(tiny(ranks=2, machine=FP32), reduce_delay)
+    reports, _ = run(small(), reduce_delay)
     assert middle(reports, "dp", worst=False) >= DELAY
     assert least(reports, "imbalance") < 0.8 * DELAY
 
 
 @pytest.mark.dist
 def test_a_slow_tensor_parallel_rank_is_imbalance_for_the_other():
-    config = tiny(ranks=2, parallel={"tp": 2}, model={"layers": 1}, batch=SHORT, machine=FP32)
-    reports, _ = run(config, stage_delay)
+    reports, _ = run(small(tp=2), stage_delay)
     assert middle(reports, "imbalance") >= 0.8 * DELAY
     assert least(reports, "tp") < 0.8 * DELAY
+
+
+@pytest.mark.dist
+def test_a_slow_context_parallel_rank_is_imbalance_for_the_other():
+    reports, _ = run(small(cp=2), stage_delay)
+    assert middle(reports, "imbalance") >= 0.8 * DELAY
+    assert least(reports, "cp") < 0.8 * DELAY
+    assert middle(reports, "cp") > 0
 
 
 @pytest.mark.dist
@@ -229,3 +241,44 @@ def test_every_axis_at_once_adds_up():
             assert statistics.mean(stage[bucket] for stage in report.stages) == pytest.approx(mean, abs=2e-6)
         assert set(report.actions) == {"F", "B"}
         assert all(len(stages) == 2 and min(stages) > 0 for stages in report.actions.values())
+
+
+class TimelyWork(SlowWork):
+    """A message that is there a while after it was sent, whoever waits for it."""
+
+    def __init__(self, work):
+        super().__init__(work)
+        self.due = time.perf_counter() + DELAY
+
+    def wait(self):
+        self.work.wait()
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+
+
+def busy_end(engine):
+    """The first sum over the replicas takes a while, and so does the last piece of the last backward, behind it."""
+    start = engine.mesh.start_reduce_scatter
+    (stage,) = engine.passes.pipeline.stages.values()
+    backward_part = stage.backward_part
+
+    def slow(flat):
+        pending = start(flat)
+        if engine.arrived:
+            return pending
+        engine.arrived = True
+        return Pending(pending.tensor, TimelyWork(pending.work), pending.clock, pending.activity)
+
+    def slow_part(microbatch, index):
+        time.sleep(2 * DELAY * (index == 0))
+        backward_part(microbatch, index)
+
+    engine.mesh.start_reduce_scatter, stage.backward_part = slow, slow_part
+
+
+@pytest.mark.dist
+def test_row_24_communication_beside_computation_is_not_exposed():
+    exposed, _ = run(small(), busy_end)
+    hidden, _ = run(small(overlap_reduce=True), busy_end)
+    assert middle(exposed, "dp", worst=False) >= 0.9 * DELAY
+    assert least(hidden, "dp") < 0.8 * DELAY
+    assert all(report.mean["compute"] >= 2 * DELAY for report in hidden)
