@@ -64,19 +64,28 @@ class Traffic:
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
         """Be one of the requests on their way: waits until `nbytes` fit under the cap, or until no other is."""
+        release = self.acquire(nbytes)
+        try:
+            yield
+        finally:
+            release()
+
+    def acquire(self, nbytes: int) -> Callable[[], None]:
+        """As `hold`, for a request whose end another thread sees; returns what is to be called there, once."""
         state = self._state.get()
         with state.changed:
             state.changed.wait_for(lambda: not state.num_requests or state.held + nbytes <= self.in_flight_bytes)
             state.num_requests += 1
             state.held += nbytes
             state.most_held = max(state.most_held, state.held)
-        try:
-            yield
-        finally:
+
+        def release() -> None:
             with state.changed:
                 state.num_requests -= 1
                 state.held -= nbytes
                 state.changed.notify_all()
+
+        return release
 
     def pace(self, nbytes: int) -> None:
         """Sleep until `nbytes` more may be sent."""

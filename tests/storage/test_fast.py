@@ -3,6 +3,7 @@
 import random
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from storage.objects import ByteRange, ObjectStore, check_store, open_store
 from storage.retry import QUICK
 from storage.s3 import S3Options, S3Store
 from storage.s3_errors import Where
+from storage.traffic import configure, traffic
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ftrain-runtime[fast]'")
 
@@ -120,6 +122,30 @@ def test_a_long_stream_goes_in_parts_and_one_that_fails_leaves_no_upload(s3: Sea
     assert [entry["Key"] for entry in uploads if url.rpartition("/")[2] in entry["Key"]] == []
     client.close()
     store.close()
+
+
+@pytest.mark.s3
+def test_the_parts_of_a_stream_keep_to_the_cap_on_bytes_in_flight(s3: SeaweedServer, url: str) -> None:
+    """Also while another stream is under way, and a stream that fails gives back what it held."""
+    before, most = traffic.in_flight_bytes, traffic.most_held
+    traffic._state.get().most_held = 0
+    store = open_store(url, options={**s3.options, "backend": "obstore", "parts": PartShape(in_flight=4)})
+    data = random.Random(0).randbytes(MIB)
+    configure(in_flight_bytes=40 * MIB)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            sizes = list(pool.map(lambda n: store.put_stream(f"pack-{n}", [data] * 70), range(2)))
+        assert sizes == [70 * MIB, 70 * MIB]
+        assert 32 * MIB <= traffic.most_held <= 40 * MIB
+        with pytest.raises(ZeroDivisionError):
+            store.put_stream("bad", (data if n < 40 else data[: 1 // 0] for n in range(50)))
+        with traffic.hold(40 * MIB):  # it would wait for ever if anything were left on its way
+            assert traffic._state.get().num_requests == 1
+        assert store.get_range("pack-1", ByteRange(69 * MIB, 69 * MIB + 5)) == data[:5]
+    finally:
+        configure(in_flight_bytes=before)
+        traffic._state.get().most_held = max(most, traffic.most_held)
+        store.close()
 
 
 @pytest.mark.s3
