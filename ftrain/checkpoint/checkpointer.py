@@ -231,11 +231,13 @@ class Checkpointer:
         self._plan = plan(flat, holdings_of(flat), self._ranks)
         if self._slots is not None:
             self._wait_parts()
-            self._link().forget(self._slots.names)
+            if self._keeper is not None:
+                self._keeper.forget(self._slots.names)
             self._slots.close()
         generation = self._slots.generation + 1 if self._slots is not None else 0
         self._slots = ScriptSlots(self._plan.layout, self._start, generation=generation)
-        self._link().adopt(self._slots.fds)
+        if self._keeper is not None:  # one that is yet to be started gets them then
+            self._keeper.adopt(self._slots.fds)
 
     def _link(self) -> KeeperLink:
         """The keeper, started when it is first needed, and again if it died: the slots know what is still owed."""
