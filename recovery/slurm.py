@@ -86,6 +86,14 @@ def nodes_left(job: str, env: Mapping[str, str] = os.environ) -> int:
         return int(env.get("SLURM_JOB_NUM_NODES", "1"))
 
 
+def is_down(node: str) -> bool:
+    """Whether the controller has given a node up."""
+    try:
+        return _run(["sinfo", "--noheader", "--format=%T", "--nodes", node]).strip().startswith("down")
+    except SlurmError:
+        return False
+
+
 def submit(path: Path) -> str:
     """Hand a batch file in; the job's number. SlurmError if it is not taken."""
     return _run(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]

@@ -3,12 +3,16 @@
 Keeps an agent alive here for as long as the run may need this node. An agent ends when the run does, when it was sent away, or
 when its lease is over; only after the first there is nothing more to do. A fresh agent has empty hands, and waits to be
 admitted: nothing is ever started here that the coordinator did not ask for.
+
+Where the node of the coordinator itself is lost, nobody is left who decides. Under Slurm the nodes that have missed it for a
+lease ask the controller about that node, and once it is given up there, have the job requeued: its next life resumes the run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import select
 import signal
 import subprocess
@@ -25,7 +29,8 @@ from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
 from recovery.launch import Spawn, python, spawn
 from recovery.network import interface_address
-from recovery.rendezvous import control_folder
+from recovery.rendezvous import control_folder, read_address
+from recovery.slurm import SlurmError, is_down, job_id, requeue
 from recovery.spec import AgentSpec
 
 log = logging.getLogger("ftrain.node")
@@ -33,6 +38,7 @@ log = logging.getLogger("ftrain.node")
 POLL_S = 0.2
 PAUSE_S = 1.0
 ASK_S = 3.0
+CHECK_S = 10.0  # between two questions about a coordinator that is missed
 LONG_ENOUGH_S = 30.0  # an agent that lived so long was of use: the time that this node is tried for begins anew
 
 
@@ -81,7 +87,7 @@ def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
     Raises NoRunError, or NoInterfaceError if this machine is not on the run's network.
     """
     stop = _Stop()
-    tried_since = time.monotonic()
+    tried_since, orphaned = time.monotonic(), False
     while True:
         args = read_args(shared, patience_s=patience_s)
         spec = agent_spec(args, shared, node)
@@ -94,7 +100,8 @@ def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
             env=spec.env,
             dies_with_us=True,
         )
-        status = _wait(spawn(how), stop, shared, node)
+        status = _wait(spawn(how), stop, shared, node, orphaned=orphaned)
+        orphaned = status == ExitCode.RETRY_SAME
         if status in (ExitCode.DONE, ExitCode.HELD) or stop.asked:
             return status if status >= 0 else ExitCode.RETRY_SAME
         if time.monotonic() - began > LONG_ENOUGH_S + args.lease_s:
@@ -132,7 +139,7 @@ class _Stop:
         select.select([self._wake], [], [], seconds)
 
 
-def _wait(process: subprocess.Popen[bytes], stop: _Stop, shared: Path, node: str) -> int:
+def _wait(process: subprocess.Popen[bytes], stop: _Stop, shared: Path, node: str, *, orphaned: bool) -> int:
     """The agent's end. If this node is taken away the run is asked to save and leave, which ends the agent. Where nobody
     answers, and when it is asked for again, the agent is ended at once.
     """
@@ -146,9 +153,28 @@ def _wait(process: subprocess.Popen[bytes], stop: _Stop, shared: Path, node: str
 
     stop.hand_on(taken_away)
     try:
-        return process.wait()
+        while True:
+            try:
+                return process.wait(random.uniform(0.5, 1.5) * CHECK_S if orphaned else None)
+            except subprocess.TimeoutExpired:
+                _requeue_if_headless(shared)
     finally:
         stop.hand_on(lambda: None)
+
+
+def _requeue_if_headless(shared: Path) -> None:
+    """The coordinator's node is lost, as far as Slurm knows: the job must begin anew. Whichever node asks first is heard."""
+    try:
+        head = read_address(control_folder(shared)).node
+    except OSError:
+        return
+    if not job_id() or not is_down(head):
+        return
+    log.warning("node %s, where the coordinator was, is down: the job goes back into the queue", head)
+    try:
+        requeue(job_id())
+    except SlurmError as error:
+        log.warning("%s", error)
 
 
 def _tell(shared: Path, node: str) -> bool:

@@ -97,7 +97,7 @@ def test_the_time_limit_is_announced_the_run_saves_and_the_requeued_job_goes_on(
     cluster: SlurmCluster, corpus: str, tmp_path: Path
 ) -> None:
     """Slurm counts time limits in minutes, so the warning is sent by hand, as `--signal=B:USR1@...` does at the end."""
-    job = Submitted(cluster, tiny(tmp_path, corpus, steps=100_000), "--set", "slurm.time=60")
+    job = Submitted(cluster, tiny(tmp_path, corpus, steps=100_000), "--set", "slurm.time='60'")
     job.wait_for("RUNNING")
     job.run.wait_for_step(20)
     cluster.run("scancel", "--batch", "--signal=USR1", job.job)
