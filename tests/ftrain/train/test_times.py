@@ -223,24 +223,18 @@ def test_a_slow_link_between_stages_is_pp():
 
 
 @pytest.mark.dist
-def test_every_axis_at_once_adds_up():
-    """tp, pp and dp together with reductions and gathers beside the computation, and an unequal number of micro-batches."""
-    config = piped(
-        "1f1b", ranks=8, parallel={"tp": 2, "overlap_reduce": True, "overlap_gather": True}, batch={"global_batch": 9}
-    )
-    reports, took = run(config, nothing)
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_axis_at_once_adds_up(tp):
+    """Pipeline and replicas, reductions and gathers beside the computation, an unequal number of micro-batches."""
+    parallel = {"tp": tp, "overlap_reduce": True, "overlap_gather": True}
+    reports, took = run(piped("1f1b", ranks=4 * tp, parallel=parallel, batch={"global_batch": 9}), nothing)
     for index, report in enumerate(reports):
         shortest, longest = (statistics.mean(rank[index][end] for rank in took) for end in (0, 1))
         assert shortest - 1e-6 <= sum(report.mean.values()) <= longest + 1e-6
         assert min(report.mean.values()) >= 0
         assert {of_rank.stage for of_rank in report.memory} == {0, 1}
-    assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "tp", "pp", "dp", "data"))
-    for report in reports:  # the stages' means are the ranks': as many on each stage
-        assert len(report.stages) == 2
-        for bucket, mean in report.mean.items():
-            assert statistics.mean(stage[bucket] for stage in report.stages) == pytest.approx(mean, abs=2e-6)
-        assert set(report.actions) == {"F", "B"}
-        assert all(len(stages) == 2 and min(stages) > 0 for stages in report.actions.values())
+    axes = ["pp", "dp", *(["tp"] if tp > 1 else [])]
+    assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "data", *axes))
 
 
 class TimelyWork(SlowWork):
@@ -277,8 +271,8 @@ def busy_end(engine):
 
 @pytest.mark.dist
 def test_row_24_communication_beside_computation_is_not_exposed():
-    exposed, _ = run(small(), busy_end)
-    hidden, _ = run(small(overlap_reduce=True), busy_end)
+    exposed, _ = run(small(bucket_mib=0.004), busy_end)
+    hidden, _ = run(small(bucket_mib=0.004, overlap_reduce=True), busy_end)
     assert middle(exposed, "dp", worst=False) >= 0.9 * DELAY
     assert least(hidden, "dp") < 0.8 * DELAY
     assert all(report.mean["compute"] >= 2 * DELAY for report in hidden)
