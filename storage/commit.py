@@ -16,6 +16,7 @@ from typing import Annotated
 
 import google_crc32c
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from storage.epoch import Epochs, create_record, read_epochs
 from storage.errors import Damaged, Fenced, FormatError, ObjectMissing
@@ -25,12 +26,12 @@ from storage.objects import ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record
 from storage.zarr_view import reference_files
 
-__all__ = ["CommitRecord", "CommitRef", "commit", "read_commit", "read_manifest"]
+__all__ = ["CommitRecord", "CommitRef", "commit", "decode_commit", "read_commit", "read_manifest"]
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class CommitRecord(Struct, frozen=True, kw_only=True):
+class CommitRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The commit object."""
 
     format_version: int
@@ -49,6 +50,8 @@ class CommitRecord(Struct, frozen=True, kw_only=True):
     metric: float | None
     """progress["eval_loss"] at the time, for retention."""
     nonce: str
+    origin: str | None = None
+    """Of a copy: the commit object that it was made from, so that a damaged one can be had back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class CommitRef:
     created: bool
 
 
-def commit(store: ObjectStore, manifest: Manifest, *, now_s: float) -> CommitRef:
+def commit(store: ObjectStore, manifest: Manifest, *, now_s: float, origin: str | None = None) -> CommitRef:
     """Make a checkpoint whose packs are stored exist. One caller per epoch: its coordinator.
 
     Raises `Fenced` if a later epoch went on from an earlier step, `Damaged` or `ObjectMissing` if a pack is not what the
@@ -82,7 +85,7 @@ def commit(store: ObjectStore, manifest: Manifest, *, now_s: float) -> CommitRef
     store.put(folder + manifest_name(manifest.epoch, manifest.attempt), data)
     for name, content in reference_files(manifest, base_url=_base_url(store, folder)):
         store.put(folder + name, content)
-    record = _record(manifest, data, epochs.starts[manifest.epoch], now_s)
+    record = replace(_record(manifest, data, epochs.starts[manifest.epoch], now_s), origin=origin)
     if not create_record(store, key, record, record.nonce):
         winner = _own_commit(store, key)
         return _ref(winner or record, key, created=False)
@@ -146,7 +149,12 @@ def _base_url(store: ObjectStore, folder: str) -> str:
 
 def read_commit(store: ObjectStore, key: str) -> CommitRecord:
     """The commit object at `key`; `FormatError` if it is damaged or needs a newer reader."""
-    record = decode_record(store.get(key, max_bytes=MAX_RECORD_BYTES), CommitRecord, key=key)
+    return decode_commit(store.get(key, max_bytes=MAX_RECORD_BYTES), key)
+
+
+def decode_commit(data: bytes, key: str) -> CommitRecord:
+    """The same, of the object's bytes."""
+    record = decode_record(data, CommitRecord, key=key)
     if record.min_reader > FORMAT_VERSION:
         raise FormatError(f"{key} needs a reader of version {record.min_reader}: install a newer release", key)
     if record.manifest != manifest_name(record.epoch, record.attempt) or key != step_folder(record.step) + commit_name(

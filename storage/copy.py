@@ -18,7 +18,7 @@ from storage.checkpoint import Checkpoint
 from storage.commit import CommitRef
 from storage.epoch import EpochRecord, read_epochs
 from storage.errors import CoverageError, Damaged, Fenced, FormatError, NoCheckpoint, ObjectMissing
-from storage.keys import epoch_key, pack_name, step_folder
+from storage.keys import commit_name, epoch_key, pack_name, step_folder
 from storage.manifest import Manifest, PackInfo
 from storage.objects import ByteRange, ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record
@@ -60,7 +60,7 @@ def copy_checkpoint(
     manifest = _renamed(source.manifest, epoch)
     copied = _copy_packs(source, destination.store, manifest, progress)
     _prove(source, destination.store, manifest, progress)
-    commit = destination.commit(manifest)
+    commit = destination.commit(manifest, origin=_commit_text(source))
     return CopyReport(step=step, epoch=epoch, nbytes=nbytes, copied_bytes=copied, commit=commit)
 
 
@@ -100,6 +100,13 @@ def _owner(store: ObjectStore, epoch: int) -> dict[str, object]:
         return decode_record(store.get(key, max_bytes=MAX_RECORD_BYTES), EpochRecord, key=key).owner
     except (FormatError, ObjectMissing):
         return {}
+
+
+def _commit_text(source: Checkpoint) -> str | None:
+    """The source's commit object: the copy keeps it, should the source's be damaged one day."""
+    if source.commit is None:
+        return None
+    return source.store.get(source.prefix + commit_name(source.commit.epoch), max_bytes=MAX_RECORD_BYTES).decode()
 
 
 def _renamed(manifest: Manifest, epoch: int) -> Manifest:

@@ -6,16 +6,15 @@ values, checked by the donor's own checksum, laid out as the format says, and ha
 zeros, a checksum follows from the rest. What cannot be had right is not put back at all.
 
 Safe against crashes: a pack is replaced as a whole, by one atomic write, and after each of them the checkpoint is at least as
-good as before. At the end everything is verified, digests included. A damaged commit cannot be healed: nothing says what was in
-it.
+good as before. At the end everything is verified, digests included. A damaged commit comes back from whoever kept its bytes
+(`storage.heal_commit`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +22,9 @@ from storage.catalog import StepFolder, read_catalog
 from storage.checkpoint import Checkpoint
 from storage.commit import CommitRecord, read_manifest
 from storage.errors import Damaged, FormatError, NoCheckpoint, ObjectMissing
+from storage.heal_commit import heal_commits, is_manifest_of, manifest_candidates
 from storage.keys import step_folder
-from storage.manifest import Manifest, PackInfo
+from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.pack import (
     ArraySpec,
@@ -69,8 +69,8 @@ def heal(store: ObjectStore, step: int, donors: Sequence[Checkpoint], *, progres
 
     `progress` as in `Checkpoint.verify`, for each of the two verifications.
     """
-    folder, record = _find(store, step)
     report = HealReport(step)
+    folder, record = _find(store, step, donors, report)
     manifest = _manifest(store, record, folder, donors, report)
     target = Checkpoint(store, manifest, step_folder(step), commit=record)
     found = target.verify(progress=progress)
@@ -95,8 +95,12 @@ def heal(store: ObjectStore, step: int, donors: Sequence[Checkpoint], *, progres
     raise Damaged(f"step {step} is still damaged after {len(report.objects)} objects were put back: {reasons}")
 
 
-def _find(store: ObjectStore, step: int) -> tuple[StepFolder, CommitRecord]:
+def _find(store: ObjectStore, step: int, donors: Sequence[Checkpoint], report: HealReport) -> tuple[StepFolder, CommitRecord]:
     catalog = read_catalog(store)
+    for folder in catalog.folders:
+        if folder.step == step and folder.broken:
+            report.objects += heal_commits(store, folder, donors)
+            catalog = read_catalog(store)
     for folder in catalog.folders:
         record = folder.winner(catalog.epochs) or next(iter(folder.tainted), None) if folder.step == step else None
         if record is not None:
@@ -116,22 +120,12 @@ def _manifest(
     except (FormatError, ObjectMissing) as problem:
         key = step_folder(record.step) + record.manifest
         for donor in donors:
-            for data in _manifest_bytes(donor, record, folder):
-                if (len(data), f"{google_crc32c.value(data):08x}") == (record.manifest_nbytes, record.manifest_crc32c):
+            for data in manifest_candidates(donor, record, folder):
+                if is_manifest_of(data, record):
                     store.put(key, data)
                     report.objects.append(key)
                     return read_manifest(store, record)
         raise FormatError(f"{problem}, and no donor's manifest is the one that was committed", key) from problem
-
-
-def _manifest_bytes(donor: Checkpoint, record: CommitRecord, folder: StepFolder) -> Iterator[bytes]:
-    """What the damaged manifest may have been: the donor's, and that with the names that a copy changes."""
-    manifest = donor.manifest
-    yield manifest.encode()
-    names = sorted(name.name for name, _ in folder.objects if name.kind == "pack")
-    if len(names) == len(manifest.packs):
-        packs = tuple(PackInfo(name=name, nbytes=pack.nbytes) for name, pack in zip(names, manifest.packs, strict=True))
-        yield replace(manifest, epoch=record.epoch, attempt=record.attempt, packs=packs).encode()
 
 
 def _is_same(manifest: Manifest, other: Manifest) -> bool:

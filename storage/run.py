@@ -69,9 +69,12 @@ class RunStore:
         except NoCheckpoint:
             return None
 
-    def commit(self, manifest: Manifest) -> CommitRef:
-        """Make a checkpoint whose packs are stored exist; atomic. Raises `Fenced` if a later epoch went on without it."""
-        return commit(self.store, manifest, now_s=self._clock())
+    def commit(self, manifest: Manifest, *, origin: str | None = None) -> CommitRef:
+        """Make a checkpoint whose packs are stored exist; atomic. Raises `Fenced` if a later epoch went on without it.
+
+        `origin`: of a copy, the commit object that it was made from.
+        """
+        return commit(self.store, manifest, now_s=self._clock(), origin=origin)
 
     def taint(self, *, after: int | None, reason: str) -> list[int]:
         """Distrust every checkpoint that counts and comes after step `after` (None: all); before a roll-back takes its epoch.

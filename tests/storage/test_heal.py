@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from storage.copy import copy_checkpoint
 from storage.errors import Damaged, FormatError, NoCheckpoint
 from storage.heal import heal
 from storage.keys import step_folder
@@ -127,6 +128,67 @@ def test_a_damaged_manifest_comes_back_if_the_copy_has_the_same_one(store: Clock
         heal(store, 10, [donor.open()])
     assert heal(store, 10, [donor.open(), twin]).objects == [key]
     assert contents(store) == before
+
+
+COMMIT = step_folder(10) + "commit-e0000.json"
+
+
+@pytest.fixture
+def copy(store: ClockStore) -> RunStore:
+    """What `ckpt cp` and the mirror make: another epoch, other names, the same state."""
+    mirror = RunStore(MemoryStore())
+    mirror.take_epoch(owner={"copy_of": "something before"}, starts_from=None)
+    copy_checkpoint(RunStore(store).open(10), mirror)
+    return mirror
+
+
+@pytest.mark.parametrize("also", ["", "e0000-a0000.manifest", "e0000-a0000-r00001.pack"])
+@pytest.mark.parametrize("kind", ["twin", "copy"])
+def test_a_damaged_commit_comes_back_from_whoever_kept_its_bytes(
+    store: ClockStore, copy: RunStore, kind: str, also: str
+) -> None:
+    donors = [copy.open(10)] if kind == "copy" else [RunStore(store.copy()).open(10)]
+    before = contents(store)
+    flip_bit(store, COMMIT, 200)
+    if also:
+        flip_bit(store, step_folder(10) + also, 300)
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 10"):
+        RunStore(store).open(10)
+    assert COMMIT in heal(store, 10, donors).objects
+    assert contents(store) == before
+    assert RunStore(store).open(10).verify().ok
+
+
+def test_a_commit_of_something_else_is_not_put_back(store: ClockStore, donor: RunStore) -> None:
+    """Of another run under the same key, and of the same run with another manifest: then the step stays damaged."""
+    other = RunStore(ClockStore(), clock=lambda: 7000.0)
+    save(other, VALUES, step=10, epoch=other.take_epoch(owner={}), writers=2)
+    flip_bit(store, COMMIT, 200)
+    for also in (None, step_folder(10) + "e0000-a0000.manifest"):
+        if also is not None:
+            flip_bit(store, also, 300)
+        before = contents(store)
+        for donors in ([donor.open()], [other.open()]):
+            with pytest.raises(NoCheckpoint, match="cannot be healed: it is damaged"):
+                heal(store, 10, donors)
+        assert contents(store) == before
+
+
+def test_a_commit_that_is_gone_stays_gone(store: ClockStore, copy: RunStore) -> None:
+    store.delete(COMMIT)
+    with pytest.raises(NoCheckpoint, match="it is incomplete"):
+        heal(store, 10, [copy.open(10)])
+    assert not store.exists(COMMIT)
+
+
+def test_a_crash_at_any_point_of_healing_a_commit_makes_nothing_worse(store: ClockStore, copy: RunStore) -> None:
+    before = contents(store)
+    flip_bit(store, COMMIT, 200)
+    flip_bit(store, step_folder(10) + "e0000-a0000.manifest", 300)
+    for remains in crash_everywhere(store, lambda dying: heal(dying, 10, [copy.open(10)])):
+        assert RunStore(remains).open(None).step in (5, 10)
+        heal(remains, 10, [copy.open(10)])
+        assert contents(remains) == before
 
 
 def test_a_crash_at_any_point_makes_nothing_worse_and_the_next_try_finishes(store: ClockStore, donor: RunStore) -> None:
