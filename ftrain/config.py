@@ -423,6 +423,10 @@ class Recovery(Section, frozen=True, kw_only=True):
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
     ] = 0
+    webhook: Annotated[
+        str, Meta(description="URL that is told, as JSON, when the run has stopped for a person; empty: none", extra=FREE)
+    ] = ""
+    webhook_s: Annotated[float, Meta(gt=0, description="longest time that this may take", extra=FREE)] = 10.0
     hang_s: Annotated[
         float, Meta(gt=0, description="no progress of a rank for this long is a hang, whatever was learned", extra=FREE)
     ] = 300.0
