@@ -23,6 +23,7 @@ from ftrain.compose.nodes import fleet_spec, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
+from ftrain.compose.webhook import tell
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung
 from ftrain.faults import CommitPoints, Faults
 from recovery.codes import ExitCode
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> int:
     finally:
         exporter.close()
     logging.info("%s: %s", ending.outcome, ending.reason)
+    asked = config.recovery
+    tell(asked.webhook, folder, coordinator.desk.journal.state, run_url=config.run.url, limit_s=asked.webhook_s)
     if ending.code == ExitCode.STOPPED and (why := planned_end(coordinator.desk.journal.state)):
         ask_for_requeue(folder, why)
     return ending.code

@@ -12,17 +12,21 @@ from recovery.codes import ExitCode
 from recovery.events import InterruptionClassified, SignalSent, StopRequested
 from tests.chaos.test_kills import fault
 from tests.commands import ftrain, ftrain_json
+from tests.hooks import hook
 from tests.runs import TinyRun, finish, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 
 def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, corpus: str) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault("step", 4, kind="raise"))
-    with no_process_left(run):
-        code, output = run.run()
+    with hook() as server:
+        extra = f'webhook = "{server.url}"\n' + fault("step", 4, kind="raise")
+        run = TinyRun(folder=tmp_path, corpus=corpus, extra=extra)
+        with no_process_left(run):
+            code, output = run.run()
     assert code == ExitCode.GIVEN_UP, output
     packet = ftrain_json("report", run.url)["packet"]
+    assert [told["packet"] for told in server.received] == [packet]  # once
     assert "software_error in software, first rank 1" in packet["headline"]
     assert packet["command"] == f"ftrain run {run.config}"
     text = ftrain("report", run.url).stdout
