@@ -202,7 +202,7 @@ def test_a_slow_context_parallel_rank_is_imbalance_for_the_other():
 
 @pytest.mark.dist
 def test_a_slow_stage_is_imbalance_and_not_bubble():
-    """Of two micro-batches: spread evenly over four forwards, a quarter of the delay makes the bubble longer; the rest does not."""
+    """Spread evenly over the four forwards, a quarter of the delay makes the bubble longer; the rest does not."""
     reports, _ = run(piped(batch=SHORT), stage_delay)
     assert middle(reports, "imbalance") >= 0.7 * DELAY
 
