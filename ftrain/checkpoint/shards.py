@@ -141,7 +141,8 @@ def tile_of(shape: Sequence[int], itemsize: int, cuts: Sequence[set[int]]) -> tu
     if math.prod(shape) * itemsize >= SMALL_TILED_BYTES:
         inner = itemsize * math.prod(shape[2:])
         if len(shape) > 1:
-            tile[1] = _divisor(_unit(units[1], shape[1]), max(1, MAX_CHUNK_BYTES // inner))
+            height = inner * min(shape[0], TILE_BYTES // (WIDEST * itemsize))
+            tile[1] = _divisor(_unit(units[1], shape[1]), max(WIDEST, TILE_BYTES // height))
         across = inner * math.prod(tile[1:2])
         tile[0] = _divisor(_unit(units[0], shape[0]), max(FEWEST_ROWS, TILE_BYTES // across))
     return _bounded(units, shape, itemsize, tile)
@@ -153,10 +154,7 @@ def _unit(unit: int, extent: int) -> int:
     if unit != extent:
         return unit
     parts = next((count for count in LIKELY_CUTS if extent % count == 0 and extent // count >= NARROWEST), 1)
-    if parts == 1:
-        return min(extent, 2 * NARROWEST)
-    width = extent // parts
-    return max(size for size in range(1, min(width, WIDEST) + 1) if width % size == 0)
+    return extent // parts if parts > 1 else min(extent, 2 * NARROWEST)
 
 
 def _divisor(unit: int, wanted: int) -> int:

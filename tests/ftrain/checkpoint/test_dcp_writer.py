@@ -22,7 +22,6 @@ from storage.local import LocalStore
 from storage.run import RunStore
 from tests.world import run_world
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is meant
 
 
