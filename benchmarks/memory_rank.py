@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.engine_rank import Text
+from benchmarks.text import Text
 from ftrain.config import Config
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape

@@ -1,11 +1,12 @@
-"""A world of Gloo processes for a benchmark: `work(rank, *arguments)` on each, one thread a rank by default."""
+"""A world of Gloo processes for a benchmark: `work(rank, *arguments)` on each, one thread a rank."""
 
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def world(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         for process in ranks:
             process.start()
         try:
-            found = dict(_answer(answers) for _ in ranks)
+            found = _collect(answers, ranks)
         except Exception:
             for process in ranks:
                 process.kill()
@@ -38,11 +39,20 @@ def world(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def _answer(answers: Any) -> tuple[int, Any]:
-    rank, error, value = answers.get(timeout=10 * TIMEOUT_S)
-    if error:
-        raise RuntimeError(f"rank {rank} failed:\n{error}")
-    return rank, value
+def _collect(answers: Any, ranks: Sequence[Any]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(ranks):
+        gone = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode is not None]
+        try:
+            rank, error, value = answers.get(timeout=5.0)
+        except queue.Empty:
+            if gone:  # before we asked: what it had to say would have been there
+                raise RuntimeError(f"rank {gone[0]} ended without an answer") from None
+            continue
+        if error:
+            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        found[rank] = value
+    return found
 
 
 def _rank(rank: int, size: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], answers: Any) -> None:

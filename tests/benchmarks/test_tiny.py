@@ -72,6 +72,24 @@ def test_context(tmp_path: Path) -> None:
     assert all(value > 0 for value in result["cpu_over_one_process"].values())
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_engine(tmp_path: Path) -> None:
+    result = tiny("engine", tmp_path)
+    figures = {
+        "single_over_plain_pytorch",
+        "tp2_over_dtensor",
+        "pp2_over_torch_pipelining",
+        "zero1_dp2_over_ddp",
+        "zero1_dp2_over_fsdp2",
+    }
+    assert figures < result.keys()
+    assert all(result[figure] > 0 for figure in figures)
+    for case in result["cases"].values():
+        losses = [contestant["first_loss"] for contestant in case["contestants"].values()]
+        assert max(losses) - min(losses) < 0.01, "a peer that learns something else is no peer"
+
+
 def test_save(tmp_path: Path) -> None:
     result = tiny("save", tmp_path)
     assert {"cpu_s_per_gib", "cpu_s_per_gib_with_digest", "wall_over_plain_fsync", "dcp_wall_over_ours"} < result.keys()
