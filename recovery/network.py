@@ -16,6 +16,17 @@ class NoInterfaceError(Exception):
     """None of the wanted network interfaces is here; the message lists those that are."""
 
 
+def names_of(text: str) -> list[str]:
+    """The interfaces of `machine.interface`: several are separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def first_present(text: str) -> str:
+    """The first of these interfaces that this machine has; the very first if it has none of them."""
+    known, names = {name for _, name in socket.if_nameindex()}, names_of(text)
+    return next((name for name in names if name in known), names[0] if names else "")
+
+
 def interface_address(names: Sequence[str]) -> tuple[str, str]:
     """The first of these interfaces that this machine has, and its IPv4 address."""
     found = (((name, _address(name))) for name in names)

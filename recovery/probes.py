@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 from recovery.memory import MemoryLimitError, check_fits, memfd, room
+from recovery.network import first_present
 from recovery.preflight import Concern
 
 MIB = 1 << 20
@@ -95,11 +96,12 @@ def port(host: str) -> str:
 
 
 def interface(name: str) -> str:
-    """The network interface of the collectives is there."""
+    """The network interface of the collectives is there; of several names, separated by commas, one."""
     known = [known for _, known in socket.if_nameindex()]
-    if name not in known:
+    found = first_present(name)
+    if found not in known:
         raise ProbeError(f"no network interface {name!r}; there are {', '.join(known)}")
-    return f"{name} is there"
+    return f"{found} is there"
 
 
 def descriptors(need: int) -> str:

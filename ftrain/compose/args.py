@@ -9,6 +9,7 @@ import msgspec
 
 from ftrain.config import Machine
 from recovery.messages import WorkerSpec
+from recovery.network import first_present
 from recovery.places import Place
 
 
@@ -83,5 +84,5 @@ def worker_spec(rank: int, args: WorkerArgs, machine: Machine) -> WorkerSpec:
         entry="ftrain.compose.worker:main",
         args=msgspec.to_builtins(args),
         memfds=tuple(args.source_slots),
-        env={"GLOO_SOCKET_IFNAME": machine.interface, "OMP_NUM_THREADS": str(machine.threads)},
+        env={"GLOO_SOCKET_IFNAME": first_present(machine.interface), "OMP_NUM_THREADS": str(machine.threads)},
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
-from recovery.network import interface_address
+from recovery.network import interface_address, names_of
 from recovery.rendezvous import control_folder
 from recovery.spec import FleetSpec
 
@@ -42,11 +42,6 @@ def node_dir(local_dir: Path, node: str) -> Path:
     return local_dir / "nodes" / node
 
 
-def interfaces(config: Config) -> list[str]:
-    """The network interfaces to look for, in order."""
-    return [name.strip() for name in config.machine.interface.split(",") if name.strip()]
-
-
 def this_node() -> str:
     """The name of this node: the scheduler's, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
@@ -63,7 +58,7 @@ def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:
         return None
     return FleetSpec(
         control=control_folder(shared_dir(config, folder)),
-        host=interface_address(interfaces(config))[1],
+        host=interface_address(names_of(config.machine.interface))[1],
         port=config.machine.port,
         ranks_per_node=config.machine.ranks_per_node,
         patience_s=config.recovery.nodes_s,
@@ -76,7 +71,7 @@ def tell_nodes(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs
         local_dir=str(folder),
         zygote_preload=preload,
         lease_s=config.recovery.lease_s,
-        interfaces=interfaces(config),
+        interfaces=names_of(config.machine.interface),
         keeper=keeper,
         patience_s=config.recovery.nodes_s,
         env=env,

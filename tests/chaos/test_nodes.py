@@ -119,7 +119,7 @@ def test_a_killed_coordinator_is_respawned_and_the_nodes_step_on(corpus: str, tm
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Sequence[str]]:
-    """A bridge, and two namespaces behind it whose only way out is a veth called eth0; the bridge has 10.93.0.1."""
+    """A bridge, and two namespaces behind it whose only way out is a veth called ftrain0; the bridge has 10.93.0.1."""
     names = [f"ft{os.getpid() % 10_000}{letter}" for letter in "ab"]
     bridge = f"ftbr{os.getpid() % 10_000}"
 
@@ -134,10 +134,10 @@ def network(tmp_path: Path) -> Iterator[Sequence[str]]:
         ip("link", "set", bridge, "up")
         for number, name in enumerate(names, start=2):
             ip("netns", "add", name)
-            ip("link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "add", f"v{name}", "type", "veth", "peer", "name", "ftrain0", "netns", name)
             ip("link", "set", f"v{name}", "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"10.93.0.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "addr", "add", f"10.93.0.{number}/24", "dev", "ftrain0")
+            ip("-n", name, "link", "set", "ftrain0", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield (bridge, *names)
     finally:
@@ -156,7 +156,7 @@ def test_a_network_that_is_down_for_a_moment_costs_nothing_and_for_longer_than_t
     corpus: str, tmp_path: Path, network: Sequence[str]
 ) -> None:
     bridge, one, two = network
-    run = TinyRun(folder=tmp_path, corpus=corpus, steps=100_000, extra=f'{MACHINE}interface = "eth0,{bridge}"\n')
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=100_000, extra=f'{MACHINE}interface = "ftrain0,{bridge}"\n')
 
     def inside(name: str) -> Sequence[str]:
         return ["ip", "netns", "exec", {"n1": one, "n2": two}[name]] if name in ("n1", "n2") else []
