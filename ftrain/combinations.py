@@ -155,6 +155,55 @@ def _sequence(config: Config) -> Iterator[Problem]:
         yield Problem("data.seq_len", given, allowed, hint)
 
 
+def _fsdp(config: Config) -> Iterator[Problem]:
+    parallel, dp = config.parallel, max(1, replicas(config))
+    given = f'given "{parallel.sharding}"'
+    if parallel.sharding == "zero1":
+        return
+    if dp * parallel.cp == 1:
+        yield Problem(
+            "parallel.sharding", f"{given}, with one replica", "zero1: there is nobody to share with", "nearest: zero1"
+        )
+    if parallel.schedule.startswith("zb_"):
+        allowed = "zero1: FSDP sums gradients behind each backward, zero bubble makes those of weights later"
+        yield Problem(
+            "parallel.sharding", f'{given}, with parallel.schedule = "{parallel.schedule}"', allowed, "nearest: zero1"
+        )
+    if config.model.tied and parallel.pp > 1:
+        allowed = "zero1, or an untied head: the two ends of a pipeline would each cut the embedding"
+        yield Problem(
+            "parallel.sharding", f"{given}, with model.tied and parallel.pp = {parallel.pp}", allowed, "nearest: zero1"
+        )
+    for name in ("overlap_reduce", "overlap_gather"):
+        if getattr(parallel, name):
+            allowed = "false with fsdp, hsdp and hfsdp, whose collectives overlap by themselves"
+            yield Problem(f"parallel.{name}", f"given true, with sharding = {given[6:]}", allowed, "nearest: false")
+    for path, size in _even(config):
+        unit = config.batch.micro_batch * dp
+        if size % unit:
+            allowed = f"a multiple of micro_batch x replicas = {unit}: with FSDP all replicas gather equally often"
+            yield Problem(path, f"given {size}, with {given[6:]}", allowed, nearest(size, multiple_of=unit))
+
+
+def _even(config: Config) -> Iterator[tuple[str, int]]:
+    """Every number of sequences of which FSDP's replicas need equal shares."""
+    yield from _sizes(config)
+    if config.evaluate.every_steps:
+        yield "evaluate.sequences", config.evaluate.sequences
+
+
+def _fsdp_groups(config: Config) -> Iterator[Problem]:
+    parallel, shards = config.parallel, max(1, replicas(config)) * config.parallel.cp
+    given = f'given {parallel.fsdp_inner}, with sharding = "{parallel.sharding}" of {shards} replicas'
+    if parallel.sharding not in ("hsdp", "hfsdp"):
+        if parallel.fsdp_inner != 1:
+            yield Problem("parallel.fsdp_inner", given, "1 (it has no effect elsewhere), or hsdp or hfsdp", "nearest: 1")
+    elif shards % parallel.fsdp_inner or not 1 < parallel.fsdp_inner < shards:
+        legal = [n for n in range(2, shards) if shards % n == 0]
+        hint = _hint(_around(parallel.fsdp_inner, legal)) if legal else 'nearest: parallel.sharding = "fsdp"'
+        yield Problem("parallel.fsdp_inner", given, "a divisor of the replicas, neither 1 nor all", hint)
+
+
 def _documents(config: Config) -> Iterator[Problem]:
     if config.data.document_mask and not config.data.isolate_documents:
         allowed = "only with data.isolate_documents = true: what attention cannot see cannot be learned from"
@@ -256,6 +305,8 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _groups,
     _sequence,
     _documents,
+    _fsdp,
+    _fsdp_groups,
     _batch,
     _ramp,
     _schedule,

@@ -28,6 +28,7 @@ REFUSED = {"on_resume": "refused"}
 Axis = Literal["tp", "cp", "pp", "dp"]
 Recompute = Literal["none", "selective", "full"]
 CpExchange = Literal["all_gather", "ring"]
+Sharding = Literal["zero1", "fsdp", "hsdp", "hfsdp"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
 FaultPoint = Literal[
     "step", "gradients", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"
@@ -159,6 +160,17 @@ class Parallel(Section, frozen=True, kw_only=True):
             extra=RECORDED,
         ),
     ] = "all_gather"
+    sharding: Annotated[
+        Sharding,
+        Meta(
+            description="what the replicas (DP x CP) share: masters and moments (zero1), weights and gradients as well (fsdp), "
+            "all of it within inner groups (hsdp), or weights and gradients within and masters and moments over all (hfsdp)",
+            extra=RECORDED,
+        ),
+    ] = "zero1"
+    fsdp_inner: Annotated[
+        int, Meta(ge=1, description="hsdp, hfsdp: replicas of an inner group, neighbours", extra=RECORDED)
+    ] = 1
     bucket_mib: Annotated[float, Meta(gt=0, description="bf16 MiB of a gradient bucket", extra=RECORDED)] = 64.0
     schedule: Annotated[
         PipelineSchedule,

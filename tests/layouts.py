@@ -33,12 +33,8 @@ def one_process(config):
 
 
 def own_grads(engine):
-    """Reduced gradients of this rank's regions, as boxes; every box, also those that others own."""
-    return [
-        (part.spec.name, part.box, engine.mesh.region(region.main_grad)[part.start : part.stop].view(part.box.shape).clone())
-        for region in engine.optimizer.regions
-        for part in region.parts
-    ]
+    """Reduced gradients of what this rank keeps, as boxes; every box, also those that others own."""
+    return [(p.array.removeprefix("grad/"), p.box, p.tensor.clone()) for p in engine.optimizer.grad_pieces()]
 
 
 def train_here(rank, config, steps, prepare=None):

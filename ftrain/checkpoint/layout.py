@@ -12,6 +12,7 @@ from ftrain.config import Config
 from ftrain.parallel.arrays import EXACT, SLOTS, StateTypes, array_specs
 from ftrain.parallel.buckets import plan_buckets, state_boxes
 from ftrain.parallel.shape import Coordinate, MeshShape, mesh_shape
+from ftrain.parallel.shards import Shards
 from ftrain.parallel.stages import config_parameters
 from storage.pack import PackLayout, plan_pack
 
@@ -40,10 +41,15 @@ class _Planner:
         self.mesh: MeshShape = mesh_shape(config)
         self._specs = config_parameters(config, self.mesh)
         self._bucket_bytes = config.parallel.bucket_mib * 2**20
-        arrays = array_specs(self._specs, self.mesh, bucket_bytes=self._bucket_bytes, types=types)
+        self._shards = Shards.of(self.mesh, config.parallel)
+        arrays = array_specs(self._specs, self.mesh, bucket_bytes=self._bucket_bytes, types=types, shards=self._shards)
         self._arrays = {spec.name: spec for spec in arrays}
 
     def layout(self, coordinate: Coordinate) -> PackLayout:
-        buckets = plan_buckets(self._specs, self.mesh, coordinate, bucket_bytes=self._bucket_bytes)
-        boxes = [(f"{slot}/{name}", box) for name, box in state_boxes(buckets, self.mesh, coordinate) for slot in SLOTS]
+        if self._shards is not None:
+            owned = self._shards.state_boxes(self._specs, coordinate)
+        else:
+            buckets = plan_buckets(self._specs, self.mesh, coordinate, bucket_bytes=self._bucket_bytes)
+            owned = state_boxes(buckets, self.mesh, coordinate)
+        boxes = [(f"{slot}/{name}", box) for name, box in owned for slot in SLOTS]
         return replace(plan_pack(self._arrays, boxes), specs=self._arrays)

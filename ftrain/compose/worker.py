@@ -139,7 +139,7 @@ class Pace:
 def spoil(engine: Engine, kind: str) -> None:
     """An injected fault: the first gradient that this rank will apply is no number, or has a bit of its exponent flipped."""
     optimizer = engine.optimizer
-    first = next(optimizer.mesh.region(region.main_grad) for region in optimizer.regions)[:1]
+    first = optimizer.grad_pieces()[0].tensor.view(-1)[:1]
     if kind == "nan":
         first.fill_(float("nan"))
     else:

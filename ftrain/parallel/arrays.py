@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ftrain.parallel.buckets import row_units
 from ftrain.parallel.layout import Kind, ParameterSpec
 from ftrain.parallel.shape import MeshShape
+from ftrain.parallel.shards import Shards
 from storage.box import Box
 from storage.grid import DTYPES, tile_shape
 from storage.pack import ArraySpec
@@ -82,9 +83,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def array_specs(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: float, types: StateTypes) -> list[ArraySpec]:
-    """All arrays of the state, the same list on every rank."""
-    units = row_units(specs, mesh, bucket_bytes=bucket_bytes)
+def array_specs(
+    specs: Sequence[ParameterSpec],
+    mesh: MeshShape,
+    *,
+    bucket_bytes: float,
+    types: StateTypes,
+    shards: Shards | None = None,
+) -> list[ArraySpec]:
+    """All arrays of the state, the same list on every rank. `shards`: where FSDP cuts them instead of ZeRO-1."""
+    units = row_units(specs, mesh, bucket_bytes=bucket_bytes) if shards is None else shards.row_units(specs)
     return [_array_spec(spec, slot, mesh, units.get(spec.name), types) for slot in SLOTS for spec in specs]
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain.config import Axis
 from ftrain.parallel.clock import LINK, Activity, Clock, Group, Wait
@@ -58,6 +59,7 @@ class Mesh:
         self.shard = shape.shard(self.coordinate)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._timeout = timeout
+        self._outer: dist.ProcessGroup | None = None
         self._made = {tuple(range(shape.world))}
         self.clock = Clock()
         self._waits: dict[tuple[Axis, ...], Group] = {}
@@ -195,6 +197,26 @@ class Mesh:
             return [values], None
         into = [torch.empty_like(values) for _ in range(self.shape.world)] if self.rank == 0 else []
         return into, dist.gather(values, into or None, dst=0, async_op=True)
+
+    def replicas(self, inner: int, device_type: str) -> DeviceMesh:
+        """For `fully_shard`: this rank's replicas, in inner groups of so many neighbours. A collective of all ranks.
+
+        One axis if there is one inner group, else (outer, inner).
+        """
+        shape = self.shape
+        firsts = [rank for rank in range(shape.world) if shape.shard(shape.coordinate(rank)) == 0]
+        ranks = torch.tensor([shape.group(first, SHARD_AXES) for first in firsts]).view(len(firsts), -1, inner)
+        whole = DeviceMesh(device_type, ranks, mesh_dim_names=("places", "outer", "inner"))
+        if shape.shards == inner:
+            return whole["inner"]
+        self._outer = whole["outer"].get_group()
+        return whole["outer", "inner"]
+
+    def gather_outer(self, part: torch.Tensor, inner: int) -> torch.Tensor:
+        """Everybody's `part` over the outer group of `replicas`, [members, elements]."""
+        out = part.new_empty(self.shape.shards // inner, part.numel())
+        _all_gather(out.view(-1), part, group=self._outer)
+        return out
 
     def region(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's region of a flat buffer, as a view."""

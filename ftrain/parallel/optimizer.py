@@ -19,18 +19,19 @@ region in blocks that stay in cache, each element once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ftrain.config import Optimizer
 from ftrain.parallel.arrays import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS, StatePiece, StateTypes, dtype_name
 from ftrain.parallel.buckets import Bucket, Part
-from ftrain.parallel.layout import is_owner
+from ftrain.parallel.layout import ParameterSpec, is_owner
 from ftrain.parallel.mesh import Mesh, Pending
 from ftrain.parallel.norm import sum_of_squares
+from storage.box import Box
 
 BLOCK = 1 << 15  # elements of a cache-sized block on CPU
 
@@ -40,6 +41,16 @@ class View(NamedTuple):
 
     weight: torch.Tensor
     main_grad: torch.Tensor
+
+
+class Placed(Protocol):
+    """A stage of the model, whose parameters are put where the optimizer keeps them."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """Its parameters, as yet without memory."""
+
+    def place(self, views: Mapping[str, View]) -> None:
+        """Take these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,22 @@ class ShardedAdamW:
     def _block(self) -> int:
         largest = max((region.bucket.region for region in self.regions), default=1)
         return min(BLOCK, largest) if self.device.type == "cpu" else largest
+
+    def place(self, modules: Mapping[int, Placed]) -> None:
+        """Every parameter to the stages that use it; one that nobody uses, or that a stage misses, is an error."""
+        views, used = self.views(), set[str]()
+        for module in modules.values():
+            names = {name for name, _ in module.named_parameters()} & views.keys()
+            module.place({name: views[name] for name in views if name in names})
+            used |= names
+        if views.keys() - used:
+            raise ValueError(f"no stage has {', '.join(sorted(views.keys() - used))}")
+
+    def weights_in_use(self) -> Iterator[tuple[ParameterSpec, Box, torch.Tensor]]:
+        """What forward reads on this rank."""
+        for region in self.regions:
+            for slot in region.bucket.slots:
+                yield slot.spec, slot.box, region.weights[slot.start : slot.stop].view(slot.box.shape)
 
     def views(self) -> dict[str, View]:
         """The weights and gradients of every parameter this rank computes with, by name: views, valid for good."""
@@ -237,18 +264,18 @@ class ShardedAdamW:
 
         `order`: of the buckets, the same on all replicas. `beside`: the gathering goes on after the return.
         """
-        adam = _Constants.of(self.options, lr, number)
+        adam = Constants.of(self.options, lr, number)
         for index in order or range(len(self.regions)):
             self._update(self.regions[index], adam, factor)
             self.start_gather(index, beside=beside)
 
-    def _update(self, region: Region, adam: _Constants, factor: float) -> None:
+    def _update(self, region: Region, adam: Constants, factor: float) -> None:
         grad, weights = self.mesh.region(region.main_grad), self.mesh.region(region.weights)
         for block, decay in self._blocks(region):
             if factor != 1.0:
                 grad[block].mul_(factor)
             state = (region.master[block], region.exp_avg[block], region.exp_avg_sq[block])
-            _adamw(grad[block], *state, self._scratch[: block.stop - block.start], adam, decay)
+            adamw(grad[block], *state, self._scratch[: block.stop - block.start], adam, decay)
             weights[block].copy_(region.master[block])
 
     def _blocks(self, region: Region) -> Iterator[tuple[slice, bool]]:
@@ -268,7 +295,7 @@ def _decay_runs(region: Region) -> list[tuple[int, int, bool]]:
     return runs
 
 
-class _Constants(NamedTuple):
+class Constants(NamedTuple):
     """The scalars of one update, as torch.optim.AdamW computes them."""
 
     beta1: float
@@ -279,20 +306,20 @@ class _Constants(NamedTuple):
     root_correction2: float
 
     @staticmethod
-    def of(options: Optimizer, lr: float, number: int) -> _Constants:
+    def of(options: Optimizer, lr: float, number: int) -> Constants:
         correction1 = 1 - options.beta1**number
         correction2 = 1 - options.beta2**number
         shrink = 1 - lr * options.weight_decay
-        return _Constants(options.beta1, options.beta2, options.eps, shrink, lr / correction1, correction2**0.5)
+        return Constants(options.beta1, options.beta2, options.eps, shrink, lr / correction1, correction2**0.5)
 
 
-def _adamw(
+def adamw(
     grad: torch.Tensor,
     master: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scratch: torch.Tensor,
-    adam: _Constants,
+    adam: Constants,
     decay: bool,
 ) -> None:
     """One block, in the order of operations of torch.optim.AdamW(foreach=False) (Loshchilov and Hutter, arXiv 1711.05101)."""

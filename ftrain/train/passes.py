@@ -5,7 +5,8 @@ Every mesh goes this way, also one process: there the pipeline has one rank and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +17,16 @@ from ftrain.parallel.buckets import plan_buckets
 from ftrain.parallel.context import ContextGroup
 from ftrain.parallel.layout import ParameterSpec
 from ftrain.parallel.ops import TensorGroup
-from ftrain.parallel.optimizer import ShardedAdamW, View
+from ftrain.parallel.optimizer import ShardedAdamW
 from ftrain.parallel.pipeline import Job, Pipeline, Stage
 from ftrain.parallel.program import Program, Segments, blocks, closing, lower, segments
 from ftrain.parallel.schedule import Schedule
 from ftrain.parallel.shape import Coordinate
 from ftrain.parallel.stages import StagePlan, forward_schedule, stage_plan, training_schedule
 from ftrain.train.batch import Sequences
+
+if TYPE_CHECKING:
+    from ftrain.parallel.fsdp import FullyShardedAdamW
 
 
 class Passes:
@@ -32,7 +36,7 @@ class Passes:
         self,
         config: Config,
         specs: Sequence[ParameterSpec],
-        optimizer: ShardedAdamW,
+        optimizer: ShardedAdamW | FullyShardedAdamW,
         *,
         dtype: torch.dtype,
         progress: Callable[[str, int], None],
@@ -41,8 +45,10 @@ class Passes:
         self.config, self.optimizer, self.mesh = config, optimizer, optimizer.mesh
         self.plan: StagePlan = stage_plan(config)
         rank, parallel = self.mesh.coordinate.pp, config.parallel
+        flat = isinstance(optimizer, ShardedAdamW)  # FSDP has no buckets
         buckets = [
-            plan_buckets(specs, self.mesh.shape, place, bucket_bytes=parallel.bucket_mib * 2**20) for place in self._column()
+            plan_buckets(specs, self.mesh.shape, place, bucket_bytes=parallel.bucket_mib * 2**20) if flat else ()
+            for place in self._column()
         ]
         self._num_buckets = [len(of_rank) for of_rank in buckets]
         self._segments: list[Segments] = [segments(self.plan, index, of_rank) for index, of_rank in enumerate(buckets)]
@@ -62,7 +68,7 @@ class Passes:
             )
             for stage in self.plan.stages_of(rank)
         }
-        place(self.modules, optimizer.views())
+        optimizer.place(self.modules)
         self.pipeline = Pipeline(
             {stage: self._stage(stage) for stage in self.modules},
             num_stages=self.plan.num_stages,
@@ -164,17 +170,6 @@ class Passes:
     def ends_here(self) -> bool:
         """Whether this rank holds the last stage, and so knows the loss."""
         return self.plan.num_stages - 1 in self.modules
-
-
-def place(modules: Mapping[int, Transformer], views: Mapping[str, View]) -> None:
-    """Every view to the stages that use it; one that nobody uses, or that a stage misses, is an error."""
-    used: set[str] = set()
-    for module in modules.values():
-        names = {name for name, _ in module.named_parameters()} & views.keys()
-        module.place({name: views[name] for name in views if name in names})
-        used |= names
-    if views.keys() - used:
-        raise ValueError(f"no stage has {', '.join(sorted(views.keys() - used))}")
 
 
 def _shape(tokens: torch.Tensor) -> tuple[int, int]:

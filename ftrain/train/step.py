@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,7 @@ from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.norm import clip_factor
 from ftrain.parallel.optimizer import ShardedAdamW
 from ftrain.parallel.partition import microbatches
+from ftrain.parallel.shards import Shards
 from ftrain.parallel.stages import config_parameters
 from ftrain.ramp import global_batch_at
 from ftrain.train.batch import Data, Sequences
@@ -37,6 +39,9 @@ from ftrain.train.lr import learning_rate
 from ftrain.train.passes import Passes
 from ftrain.train.votes import Flags, Vote, vote
 from storage.pack import ArraySpec
+
+if TYPE_CHECKING:
+    from ftrain.parallel.fsdp import FullyShardedAdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,8 @@ class Engine:
         self.parameters = config_parameters(config, mesh.shape)
         for width in sorted({spec.summands(mesh.shape.tp) for spec in self.parameters}):
             mesh.make_neighbours(width)  # the same list on every rank
-        buckets = plan_buckets(self.parameters, mesh.shape, mesh.coordinate, bucket_bytes=self._bucket_bytes)
-        self.optimizer = ShardedAdamW(buckets, mesh=mesh, device=self.device, types=self.types, options=config.optimizer)
+        self.shards = Shards.of(mesh.shape, config.parallel)
+        self.optimizer = self._optimizer()
         self.passes = Passes(
             config,
             self.parameters,
@@ -94,6 +99,16 @@ class Engine:
             dtype=self.compute_dtype,
             progress=lambda phase, microbatch: self.progress(phase, microbatch),
         )
+
+    def _optimizer(self) -> ShardedAdamW | FullyShardedAdamW:
+        config, mesh, device, types = self.config, self.mesh, self.device, self.types
+        if self.shards is not None:
+            from ftrain.parallel.fsdp import FullyShardedAdamW  # most runs can do without a second of imports
+
+            specs = self.parameters
+            return FullyShardedAdamW(specs, self.shards, mesh=mesh, device=device, types=types, options=config.optimizer)
+        buckets = plan_buckets(self.parameters, mesh.shape, mesh.coordinate, bucket_bytes=self._bucket_bytes)
+        return ShardedAdamW(buckets, mesh=mesh, device=device, types=types, options=config.optimizer)
 
     def prepare(self) -> None:
         """Do beforehand what the first step would need long for."""
@@ -127,7 +142,8 @@ class Engine:
 
     def array_specs(self) -> list[ArraySpec]:
         """All arrays of the state, the same list on every rank."""
-        return array_specs(self.parameters, self.mesh.shape, bucket_bytes=self._bucket_bytes, types=self.types)
+        shape, types = self.mesh.shape, self.types
+        return array_specs(self.parameters, shape, bucket_bytes=self._bucket_bytes, types=types, shards=self.shards)
 
     def after_load(self) -> None:
         """Once masters and moments are in place: derive the weights from the masters, everywhere."""

@@ -189,10 +189,8 @@ def _held(engine: Engine, pieces: Sequence[StatePiece]) -> Iterator[Held]:
         if not piece.owner:
             stored = piece.tensor.detach().to(TORCH_DTYPES[piece.dtype])
             yield _digest(piece.array, shapes[piece.array.partition("/")[2]], piece.box, stored)
-    for region in engine.optimizer.regions:
-        for slot in region.bucket.slots:
-            values = region.weights[slot.start : slot.stop].view(slot.box.shape)
-            yield _digest(f"{WEIGHTS}/{slot.spec.name}", slot.spec.shape, slot.box, values)
+    for spec, box, values in engine.optimizer.weights_in_use():
+        yield _digest(f"{WEIGHTS}/{spec.name}", spec.shape, box, values)
 
 
 def _digest(array: str, shape: tuple[int, ...], box: Any, values: torch.Tensor) -> Held:
@@ -203,5 +201,5 @@ def _digest(array: str, shape: tuple[int, ...], box: Any, values: torch.Tensor) 
 
 def _round_weights(engine: Engine) -> None:
     """The weights that the other dtypes compute with, in fp64."""
-    for region in engine.optimizer.regions:
-        region.weights.copy_(region.weights.bfloat16())
+    for _, _, weights in engine.optimizer.weights_in_use():
+        weights.copy_(weights.bfloat16())

@@ -80,6 +80,33 @@ CASES = [
     pytest.param(
         ["data.document_mask=true", "data.isolate_documents=false"], "data.document_mask", "cannot see", id="a mask alone"
     ),
+    pytest.param(["parallel.sharding=fsdp"], "parallel.sharding", "nobody to share with", id="fsdp alone"),
+    pytest.param(
+        ["parallel.sharding=fsdp", "parallel.ranks=4", "parallel.pp=2", "parallel.schedule=zb_h1"],
+        "parallel.sharding",
+        "behind each backward",
+        id="fsdp and zero bubble",
+    ),
+    pytest.param(
+        ["parallel.sharding=fsdp", "parallel.ranks=4", "parallel.pp=2", "model.tied=true"],
+        "parallel.sharding",
+        "untied head",
+        id="fsdp, tied, in a pipeline",
+    ),
+    pytest.param(
+        ["parallel.sharding=fsdp", "parallel.ranks=2", "parallel.overlap_reduce=true"],
+        "parallel.overlap_reduce",
+        "nearest: false",
+        id="fsdp and our overlaps",
+    ),
+    pytest.param(["parallel.sharding=fsdp", "parallel.ranks=5"], "batch.global_batch", "nearest: 10 or 15", id="fsdp shares"),
+    pytest.param(
+        ["parallel.sharding=hfsdp", "parallel.ranks=4", "parallel.fsdp_inner=3"],
+        "parallel.fsdp_inner",
+        "nearest: 2",
+        id="inner groups",
+    ),
+    pytest.param(["parallel.fsdp_inner=2"], "parallel.fsdp_inner", "no effect", id="inner groups of zero1"),
     pytest.param(["batch.micro_batch=5"], "batch.micro_batch", "nearest: 4 or 6", id="micro"),
     pytest.param(["parallel.ranks=13"], "batch.global_batch", "nearest: 13", id="fewer micro-batches than replicas"),
     pytest.param(["schedule.warmup_steps=11"], "schedule.warmup_steps", "nearest: 10", id="warm-up"),

@@ -112,7 +112,7 @@ def test_all_problems_come_at_once() -> None:
         "did you mean `cosine`?",
         "schedule.warmup_steps": "schedule.warmup_steps: given {y = 3} (table); allowed: whole number >= 0",
         "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, order, sp, sp_regather, tp_overlap, "
-        "cp_exchange, bucket_mib, schedule, virtual_stages, layer_counts, recompute, overlap_reduce, "
+        "cp_exchange, sharding, fsdp_inner, bucket_mib, schedule, virtual_stages, layer_counts, recompute, overlap_reduce, "
         "overlap_gather; did you mean `tp`?",
         "checkpoint.retention.0.keep": 'checkpoint.retention.0.keep: given "lst" (text); '
         'allowed: one of "last", "every", "best", "pinned", "young"; did you mean `last`?',
