@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = {
     "report": "ftrain.cli.report:report",
     "compare": "ftrain.cli.compare:compare",
     "watch": "ftrain.cli.watch:watch",
+    "metrics": "ftrain.cli.metrics:metrics",
     "ckpt": "ftrain.cli.ckpt:ckpt",
     "sample": "ftrain.cli.sample:sample",
     "data": "ftrain.cli.data:data",

@@ -63,9 +63,9 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
     from rich.live import Live
 
     with told():
-        source = _source(run_url, local_dir)
+        look = source(run_url, local_dir)
         screen = Screen()
-        screen.add(source())
+        screen.add(look())
     if not screen.has_begun:
         render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
     console = Console()
@@ -76,13 +76,13 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
         try:
             while not screen.is_over:
                 time.sleep(LOOK_EVERY_S)
-                screen.add(source())
+                screen.add(look())
                 live.update(screen.picture(), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _source(url: str, local_override: str) -> Source:
+def source(url: str, local_override: str) -> Source:
     """The local segments as they grow; where the run is on another machine, its store now and then."""
     from ftrain.compose.ledgers import LedgerTail, read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
