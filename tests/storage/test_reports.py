@@ -25,7 +25,9 @@ from ftrain.checkpoint.messages import KeeperMessage, PackFailed, PackStored, Se
 from ftrain.checkpoint.saver import Saver
 from ftrain.parallel.arrays import StatePiece
 from storage.box import Box
+from storage.digest import digest_box
 from storage.errors import CoverageError, NoCheckpoint, NoSpace
+from storage.grid import tile_shape
 from storage.keys import pack_name
 from storage.local import LocalStore
 from storage.manifest import PackManifest
@@ -197,6 +199,80 @@ def test_017_a_tie_survives_and_is_one_array() -> None:
     assert checkpoint.array("master/layers.0.wq").attributes["tied"] == ["head"]
     assert "head" not in checkpoint.names
     assert "master/odd" in checkpoint.names, "an array that belongs to no layer is as good as any other"
+
+
+LAYERS, EXPERTS = 4, 8
+
+
+def _expert_specs() -> dict[str, ArraySpec]:
+    """Weights, masters and moments of the experts of four layers: arrays [expert, row, column] on the grid's own tiles."""
+    specs = {}
+    for kind, dtype in (("weights", "bfloat16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32")):
+        for layer in range(LAYERS):
+            for name, shape in (("w1", (EXPERTS, 22, 12)), ("w2", (EXPERTS, 12, 22)), ("router", (EXPERTS, 12))):
+                tile = tile_shape(shape, 4, tp_dim=0, row_tile=None)
+                full = f"{kind}/layers.{layer}.moe.{name}"
+                specs[full] = ArraySpec(name=full, shape=shape, dtype=dtype, tile=tile)
+    return specs
+
+
+def _pipeline(stages: int) -> list[list[tuple[str, Box]]]:
+    """Each stage has the whole experts of its layers."""
+    specs = _expert_specs()
+    return [
+        [(name, Box.whole(spec.shape)) for name, spec in specs.items() if int(name.split(".")[1]) * stages // LAYERS == stage]
+        for stage in range(stages)
+    ]
+
+
+def _experts(ep: int, tp: int = 1) -> list[list[tuple[str, Box]]]:
+    """Each rank has some experts of every layer, whole or cut along the columns; the router is cut by experts only."""
+    places = list(itertools.product(range(ep), range(tp)))
+    held: list[list[tuple[str, Box]]] = [[] for _ in places]
+    for (e, t), mine in zip(places, held, strict=True):
+        for name, spec in _expert_specs().items():
+            count, wide = EXPERTS // ep, spec.shape[-1] // tp
+            if len(spec.shape) == 3:
+                mine.append((name, Box((e * count, 0, t * wide), (count, spec.shape[1], wide))))
+            elif t == 0:
+                mine.append((name, Box((e * count, 0), (count, spec.shape[1]))))
+    return held
+
+
+EXPERT_LAYOUTS = {
+    "pp4": _pipeline(4),
+    "pp2": _pipeline(2),
+    "ep4": _experts(4),
+    "ep8": _experts(8),
+    "ep2": _experts(2),
+    "one": _experts(1),
+}
+READERS = {**EXPERT_LAYOUTS, "ep2 tp2": _experts(2, 2), "tp2": _experts(1, 2)}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.product(("pp4", "ep4", "ep8"), READERS)))
+def test_020_experts_saved_by_pipeline_stages_load_under_expert_parallelism(saved: str, loaded: str) -> None:
+    """Every expert's weights and moments, under any of the layouts, are those of the one gathered array."""
+    specs = _expert_specs()
+    values = random_values(specs, 20)
+    run = RunStore(MemoryStore(f"report-20-{saved}-{loaded}"))
+    epoch = run.take_epoch(owner={}, starts_from=None)
+    deliveries: list[PackManifest] = []
+    for rank, boxes in enumerate(EXPERT_LAYOUTS[saved]):
+        data, delivery = build_pack(specs, values, boxes, pack_name(epoch, 0, rank))
+        run.store.put(run.pack_key(1, epoch, 0, rank), data)
+        deliveries.append(delivery)
+    run.commit(merge(deliveries, step=1, epoch=epoch, attempt=0, progress={}, created_s=0.0))
+    checkpoint = run.open()
+    for name, spec in specs.items():
+        assert checkpoint.manifest.digests[name] == digest_box(values[name], spec.shape, Box.whole(spec.shape))
+    for boxes in READERS[loaded]:
+        outs = [np.zeros(box.shape, values[name].dtype) for name, box in boxes]
+        report = checkpoint.load([Want(name, box, out) for (name, box), out in zip(boxes, outs, strict=True)])
+        for (name, box), out in zip(boxes, outs, strict=True):
+            assert np.array_equal(out, values[name][box.slices()]), (name, box)
+        if "tp" not in loaded:  # an expert is a tile: nobody reads another one's
+            assert report.read_bytes < 1.1 * sum(out.nbytes for out in outs)
 
 
 @pytest.mark.parametrize("odd", list(itertools.permutations((5, 7, 11))))
