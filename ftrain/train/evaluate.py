@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.partition import microbatches
 from ftrain.train.batch import Data, Sequences
 from ftrain.train.passes import Passes
@@ -24,14 +23,13 @@ def evaluate(
     passes: Passes,
     data: Data,
     *,
-    mesh: Mesh,
     num_sequences: int,
     micro_batch: int,
     device: torch.device,
     progress: Callable[[str, int], None],
-    document_mask: bool = False,
 ) -> float:
     """Mean loss per valid token, in nats, over the first held-out sequences. All ranks call it together."""
+    mesh, document_mask = passes.mesh, passes.config.data.document_mask
     sums = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)  # loss and valid tokens of each sequence
     mine = microbatches(num_sequences, micro_batch, mesh.shape.dp, mesh.coordinate.dp)
 

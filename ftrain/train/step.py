@@ -154,12 +154,10 @@ class Engine:
         return evaluate(
             self.passes,
             self.dataset,
-            mesh=self.mesh,
             num_sequences=self.config.evaluate.sequences,
             micro_batch=self.config.batch.micro_batch,
             device=self.device,
             progress=self.progress,
-            document_mask=self.config.data.document_mask,
         )
 
     def train_step(self, *, step: int, first_sequence: int, flags: Flags | None = None) -> StepResult:
