@@ -301,6 +301,8 @@ class Coordinator:
     def _left_well(self) -> Ending | Trouble | AttemptEndInfo:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""
         if self.desk.leaving and not self.desk.control.stop and not self.delegate.at_end():
+            if self.spec.fleet is not None:  # where ranks move between nodes, only storage has the state of all of them
+                self._handling.until(lambda: self.delegate.drained() or self.desk.hurry, self.spec.stop_s)
             return self._made_way()
         limit_s = self.spec.stop_s if self.desk.control.stop else self.spec.drain_s
         self._handling.until(lambda: self.delegate.drained() or self.desk.hurry, limit_s)

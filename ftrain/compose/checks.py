@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose.errors import RefusedError
+from ftrain.compose.nodes import arena_nbytes
 from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
 from recovery.notice import read_time
@@ -31,7 +31,7 @@ SKEW_S = 5.0
 
 def cheap(config: Config) -> list[Check]:
     """What is asked before each start."""
-    ranks = config.parallel.ranks
+    ranks = min(config.parallel.ranks, config.machine.ranks_per_node or config.parallel.ranks)  # on this machine
     return [
         Check(
             name="disk",
@@ -69,7 +69,7 @@ def _compiler() -> Check:
 
 def thorough(config: Config) -> list[Check]:
     """Everything, from quick to slow."""
-    need = sum(rank_slot_nbytes(config)) * config.checkpoint.slots
+    need = arena_nbytes(config)
     url = {"url": config.run.url, "storage": msgspec.to_builtins(config.storage)}
     return [
         *cheap(config),

@@ -12,12 +12,11 @@ from typing import Any
 
 import msgspec
 
-from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
-from ftrain.compose.nodes import fleet_spec
+from ftrain.compose.nodes import arena_nbytes, fleet_spec
 from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
@@ -179,10 +178,7 @@ def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
 
 def check_memory(config: Config) -> None:
     """Arenas past the memory limit would be killed, not refused, by the kernel: refuse them first (MemoryLimitError)."""
-    sizes = rank_slot_nbytes(config)
-    on_a_node = config.machine.ranks_per_node or len(sizes)
-    largest = max(sum(sizes[first : first + on_a_node]) for first in range(0, len(sizes), on_a_node))
-    check_fits(largest * config.checkpoint.slots, room())
+    check_fits(arena_nbytes(config), room())
 
 
 def _write(path: Path, record: Any) -> None:

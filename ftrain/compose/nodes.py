@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
 from recovery.network import interface_address, names_of
@@ -50,6 +51,13 @@ def this_node() -> str:
 def num_nodes(config: Config, ranks: int) -> int:
     """Nodes that so many ranks need."""
     return -(-ranks // config.machine.ranks_per_node) if config.machine.ranks_per_node else 1
+
+
+def arena_nbytes(config: Config) -> int:
+    """Bytes of the memory areas on the node that has most of them."""
+    sizes = rank_slot_nbytes(config)
+    per_node = config.machine.ranks_per_node or len(sizes)
+    return max(sum(sizes[first : first + per_node]) for first in range(0, len(sizes), per_node)) * config.checkpoint.slots
 
 
 def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:

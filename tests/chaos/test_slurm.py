@@ -9,6 +9,7 @@ import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.events import (
+    AttemptEnded,
     AttemptStarted,
     Event,
     InterruptionClassified,
@@ -156,6 +157,8 @@ def test_a_drained_node_is_replaced_by_a_spare_at_a_step_boundary(cluster: Slurm
     wait_until(lambda: len(job.events(Ready)) == 2, "the next attempt", PATIENCE_S)
     assert drained not in job.nodes()[1]
     assert job.events(InterruptionClassified) == []
+    before = job.events(AttemptEnded)[0].step  # type: ignore[attr-defined]
+    assert job.events(Ready)[1].step == before  # nothing is done twice
     assert ftrain("stop", job.run.url).returncode == 0
     wait_until(lambda: len(job.events(RunEnded)) == 1, "the end", PATIENCE_S)
 
