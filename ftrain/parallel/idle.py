@@ -46,6 +46,8 @@ class Idle(NamedTuple):
 
 def expected_idle(schedule: Schedule, durations: Mapping[Action, float]) -> tuple[Idle, ...]:
     """The idle time of each pipeline rank in a step, from the first begin to the last end of any rank."""
+    if not schedule.num_microbatches:
+        return (Idle(0.0, 0.0),) * schedule.num_ranks
     means: dict[Kind, float] = {}
     for kind in Kind:
         of_kind = [seconds for action, seconds in durations.items() if action.kind is kind]

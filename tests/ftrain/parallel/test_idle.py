@@ -81,3 +81,7 @@ def test_the_parts_add_up_and_none_is_negative(received: float, tail: float, bub
     assert sum(parts) == pytest.approx(received + tail)
     assert min(parts) >= 0
     assert parts.communication <= received
+
+
+def test_a_replica_without_micro_batches_has_no_idle_time() -> None:
+    assert expected_idle(schedule_of("gpipe", p=2, m=0), {}) == (Idle(0.0, 0.0), Idle(0.0, 0.0))

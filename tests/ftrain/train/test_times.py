@@ -202,9 +202,16 @@ def test_a_slow_context_parallel_rank_is_imbalance_for_the_other():
 
 @pytest.mark.dist
 def test_a_slow_stage_is_imbalance_and_not_bubble():
-    """Spread evenly over the four forwards, a quarter of the delay makes the bubble longer; the rest does not."""
+    """1F1B on two stages: the bubble is that of the same work spread evenly, a mean forward and a mean backward; what the first
+    stage waits beyond it, it waits for the second."""
     reports, _ = run(piped(batch=SHORT), stage_delay)
-    assert middle(reports, "imbalance") >= 0.7 * DELAY
+    for report in reports:
+        (f0, f1), (b0, b1) = report.actions["F"], report.actions["B"]
+        assert f1 >= DELAY / 2  # of two micro-batches, one
+        assert report.worst["bubble"][1] <= (f0 + f1 + b0 + b1) / 2 + 1e-6
+    waited = [report.worst["imbalance"][1] + report.worst["bubble"][1] for report in reports]
+    assert statistics.median(waited) >= 0.9 * DELAY
+    assert middle(reports, "imbalance") >= 0.5 * DELAY
 
 
 @pytest.mark.dist
