@@ -48,8 +48,8 @@ def test_the_bubble_of_1f1b_is_the_formula() -> None:
 
 @pytest.mark.parametrize("slow", range(4))
 def test_a_slow_stage_is_no_bubble(slow: int) -> None:
-    """One stage of GPipe takes 0.5 s longer for each action: the others wait for it m x 0.5 s twice, while the bubble grows only
-    by what an even spread of that work makes it grow."""
+    """One stage of GPipe takes 0.5 s longer for each action: the others wait for it m x 0.5 s twice, while the bubble grows
+    only by what an even spread of that work makes it grow."""
     schedule = schedule_of("gpipe")
     cost = even(forward=1.0, backward_input=1.0, backward_weight=1.0)
     found = expected_idle(schedule, durations(schedule, lambda action: float(cost(action)) + 0.5 * (action.stage == slow)))
