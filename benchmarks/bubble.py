@@ -12,7 +12,7 @@ Bubble: idle share of the ranks' time between the first begin and the last end; 
                 depends on them, and the two halves of a real backward are not equal
     simulated   with the round's own mean of each action on each stage: uneven stages included
 
-`worst_sleeps`: largest |measured / formula - 1|; `worst_matmuls` and `worst_matmuls_own_stages`: the same against calibrated and
+`worst_sleeps`: largest |measured / formula - 1|; `worst_matmuls`, `worst_matmuls_own_stages`: the same against calibrated and
 simulated. All need a machine that is not busy: late wake-ups and stolen processors are idle time like any other.
 `python -m benchmarks.bubble --json`
 """
