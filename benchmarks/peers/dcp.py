@@ -29,7 +29,7 @@ class AsyncSave:
         """`form` is one of FORMS."""
         in_process = form.startswith("process")
         self._type = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
-        self._stager = _stager(shared=in_process) if form.endswith("kept_stager") else None
+        self._stager = stager_of(form)
         self._state, self._folder, self._group = state, folder / form, group
         self._nbytes = sum(tensor.nbytes for tensor in state.values())
 
@@ -67,6 +67,11 @@ class AsyncSave:
             wrong = [key for key, tensor in self._state.items() if not torch.equal(tensor, found[key])]
             if wrong:
                 raise RuntimeError(f"DCP stored other values than it was given: {wrong[:5]}")
+
+
+def stager_of(form: str) -> DefaultStager | None:
+    """The stager of one of FORMS; None: DCP makes one for each save."""
+    return _stager(shared=form.startswith("process")) if form.endswith("kept_stager") else None
 
 
 def _stager(*, shared: bool) -> DefaultStager:

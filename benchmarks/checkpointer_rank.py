@@ -1,0 +1,173 @@
+"""One rank of benchmarks.checkpointer: an FSDP2 model with AdamW, its state saved by ftrain.Checkpointer and by DCP in turns.
+
+Every case starts at a barrier and ends when what was saved is in storage; the stall is when the training loop might have gone
+on. Both write to the same disk with fsync, and both are given the very same tensors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.fsdp import fully_shard
+
+import ftrain
+from benchmarks.peers.dcp import FORMS, stager_of
+
+BLOCKS = {"full": (10, 2048), "tiny": (2, 96)}
+
+
+class Times(msgspec.Struct):
+    """Seconds of one round: until the loop may go on, and until everything is stored."""
+
+    stall: float
+    wall: float
+
+
+class Result(msgspec.Struct):
+    """What a rank measured: case -> rounds."""
+
+    times: dict[str, list[Times]]
+    nbytes: int
+
+
+def model_of(size: str) -> nn.Module:
+    """Layers of one width, each a unit of FSDP."""
+    layers, width = BLOCKS[size]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+class Bench:
+    """The state and the ways to save it."""
+
+    def __init__(self, folder: Path, size: str) -> None:
+        self._folder = folder
+        self._model = model_of(size)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, foreach=False)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self._optimizer.step()
+        self._checkpointer = ftrain.Checkpointer(str(folder / "ours"), on_error="raise")
+        self._state = {"model": self._model, "optimizer": self._optimizer}
+        self._checkpointer.load(self._state)
+        self._group = dist.new_group(backend="gloo")
+        self._stagers = {form: stager_of(form) for form in FORMS}
+        self._target = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's share."""
+        held = [*self._model.parameters(), *(t for s in self._optimizer.state.values() for t in s.values() if t.ndim)]
+        return sum(tensor.to_local().nbytes for tensor in held)
+
+    def ours(self, number: int) -> Times:
+        """ftrain.Checkpointer."""
+        self._change(number)
+        begin = time.perf_counter()
+        self._checkpointer.save(number + 1, self._state)
+        stall = time.perf_counter() - begin
+        self._checkpointer.wait()
+        return self._done(stall, begin, self._folder / "ours" / "checkpoints" / f"step-{number:08d}")
+
+    def dcp_sync(self, number: int) -> Times:
+        """dcp.save: the loop waits for all of it."""
+        self._change(number)
+        path = self._folder / "sync" / str(number)
+        begin = time.perf_counter()
+        dcp.save(self._dcp_state(), checkpoint_id=path, process_group=self._group)
+        return self._done(time.perf_counter() - begin, begin, path)
+
+    def dcp_async(self, form: str) -> Callable[[int], Times]:
+        """dcp.async_save in one of its forms."""
+        kind = AsyncCheckpointerType.PROCESS if form.startswith("process") else AsyncCheckpointerType.THREAD
+
+        def run(number: int) -> Times:
+            self._change(number)
+            path = self._folder / form / str(number)
+            begin = time.perf_counter()
+            future = async_save(
+                self._dcp_state(),
+                checkpoint_id=path,
+                process_group=self._group,
+                async_checkpointer_type=kind,
+                async_stager=self._stagers[form],
+            )
+            stall = time.perf_counter() - begin
+            assert not isinstance(future, AsyncSaveResponse), "that is what a stager with a thread of its own returns"
+            future.result()
+            return self._done(stall, begin, path)
+
+        return run
+
+    def memcpy(self, number: int) -> Times:
+        """As many warm bytes as this rank's share, from one buffer to another."""
+        if self._target.numel() != self.nbytes:
+            self._source, self._target = (torch.ones(self.nbytes, dtype=torch.uint8) for _ in range(2))
+        dist.barrier()
+        begin = time.perf_counter()
+        self._target.copy_(self._source)
+        seconds = time.perf_counter() - begin
+        return Times(seconds, seconds)
+
+    def _dcp_state(self) -> dict[str, Any]:
+        """As PyTorch's tutorials make it."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def _change(self, number: int) -> None:
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.to_local().fill_(number)
+        dist.barrier()
+
+    def _done(self, stall: float, begin: float, old: Path) -> Times:
+        times = Times(stall, time.perf_counter() - begin)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(old, ignore_errors=True)
+        return times
+
+    def close(self) -> None:
+        """Ours is closed as a script would."""
+        self._checkpointer.close()
+
+
+def main(argv: list[str]) -> int:
+    """`RANK WORLD RENDEZVOUS FOLDER SIZE ROUNDS RESULT`"""
+    rank, world, rendezvous, folder, size, rounds, result = argv
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world))
+    bench = Bench(Path(folder), size)
+    cases: dict[str, Callable[[int], Times]] = {"memcpy": bench.memcpy, "ours": bench.ours, "dcp_sync": bench.dcp_sync}
+    cases |= {f"dcp_{form}": bench.dcp_async(form) for form in FORMS}
+    times: dict[str, list[Times]] = {name: [] for name in cases}
+    names = list(cases)
+    for number in range(-2, int(rounds)):  # the first two are warm-up: memory, processes, both of our slots
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            measured = cases[name](number + 2)
+            if number >= 0:
+                times[name].append(measured)
+    Path(result).write_bytes(msgspec.json.encode(Result(times, bench.nbytes)))
+    bench.close()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
