@@ -129,7 +129,7 @@ def answer(setup: Setup, question: Question) -> Answer:
         _result(setup, how, outcome, source),
         _limits(setup, how, happened, question.days, outcome),
         _causes(outcome),
-        _comparison(setup, how, happened, question.days),
+        _comparison(setup, how, happened, outcome),
         _assumptions(how),
     ]
     return Answer(
@@ -191,15 +191,15 @@ LIMITING = {
     "slowed": ("repair_s", "straggler_s"),
 }
 """Bucket -> the assumptions that would make it smaller if they were."""
-FELT = 2e-4
-"""Share of the time below which a bucket's assumptions are not asked about."""
+WORST = 2
+"""Buckets, the largest ones, whose assumptions are asked about: each answer is a simulation."""
 
 
 def _limits(setup: Setup, how: Rules, happened: Sequence[Failure], days: float, outcome: Outcome) -> Section:
     """Which assumption limits the effective time: each one halved, the same failures again."""
     gains: list[tuple[float, str]] = []
-    felt = [name for name, seconds_ in outcome.buckets.items() if seconds_ > FELT * outcome.wall_s]
-    for name in [name for bucket in felt for name in LIMITING.get(bucket, ())]:
+    worst_buckets = sorted(LIMITING, key=lambda bucket: -outcome.buckets[bucket])[:WORST]
+    for name in [name for bucket in worst_buckets for name in LIMITING[bucket]]:
         value = getattr(how, name)
         half = value // 2 if isinstance(value, int) else value / 2
         if half:
@@ -260,7 +260,7 @@ def _causes(outcome: Outcome) -> Section:
     return Section(title="Causes", tables=(table,), notes=(f"restored: {restores or 'nothing'}",))
 
 
-def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], days: float) -> Section:
+def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], done: Outcome) -> Section:
     """The same failures under other intervals, and without the memory tier."""
     k, every = how.snapshot_steps or how.every_steps or 1, how.every_steps or 1
     variants = [(f"memory every {n} steps", replace(how, snapshot_steps=n)) for n in sorted({max(1, k // 4), k, 4 * k, 16 * k})]
@@ -270,7 +270,7 @@ def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], days: flo
     ]
     rows: list[tuple[Value, ...]] = []
     for name, rule in variants:
-        outcome = play(setup, rule, happened, days=days)
+        outcome = done if rule == how else play(setup, rule, happened, days=done.wall_s / DAY)
         shares = (f"{100 * outcome.buckets[bucket] / outcome.wall_s:.2f} %" for bucket in ("saving", "repeated"))
         rows.append((name, f"{100 * outcome.effective:.2f} %", *shares))
     table = Table(
