@@ -3,6 +3,7 @@
     2 ranks x 256 MiB of state (14 bytes per parameter), a real engine under DP 2
     ours      Saver.save into arena slots, then a real keeper process stores them on the local disk
     memcpy    warm buffers of the same size, both ranks at once
+    step, overlapped   a step of training without a save, and one with the copy of the state before it beside it
     dcp_*     async_save in thread and process mode, with the defaults and with a stager that is kept
 
 A round's figure is the maximum over the ranks; everything stored is awaited before the next case begins. The first call of
@@ -15,7 +16,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,20 +41,35 @@ from storage.local import LocalStore
 from storage.merge import merge
 from storage.run import RunStore
 
-CASES = ("memcpy", "ours", "dcp_thread", "dcp_thread_kept_stager", "dcp_process", "dcp_process_kept_stager")
+CASES = (
+    "memcpy",
+    "ours",
+    "step",
+    "overlapped",
+    "dcp_thread",
+    "dcp_thread_kept_stager",
+    "dcp_process",
+    "dcp_process_kept_stager",
+)
 TIMEOUT_S = 300.0
 CONFIG = """
 run = {{ url = "{url}", steps = 1000000, seed = 1 }}
 model = {{ layers = {layers}, hidden = {hidden}, heads = 16, kv_heads = 4, ffn = {ffn}, vocab = {vocab} }}
-data = {{ sources = [{{ path = "stdlib" }}], seq_len = 16 }}
+data = {{ sources = [{{ path = "stdlib" }}], seq_len = {seq_len} }}
 batch = {{ global_batch = 2 }}
 parallel = {{ ranks = {ranks} }}
 optimizer = {{ lr = 1e-4 }}
 schedule = {{ kind = "constant" }}
 machine = {{ device = "cpu" }}
 """
-FULL = {"layers": 3, "hidden": 1024, "ffn": 2816, "vocab": 2240}  # 38.4 M parameters: 4 KiB norms to 11 MiB matrices
-TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257}
+FULL = {
+    "layers": 3,
+    "hidden": 1024,
+    "ffn": 2816,
+    "vocab": 2240,
+    "seq_len": 128,
+}  # 38.4 M parameters: 4 KiB norms to 11 MiB matrices
+TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257, "seq_len": 16}
 
 
 class Peer:
@@ -103,6 +119,7 @@ class Stall:
         self._epoch = self._run.take_epoch(owner={"benchmark": "checkpoint_stall"}, starts_from=None)
         self._last: list[PackStored] = []
         self.cpu: dict[str, list[float]] = {}
+        self.blocked: dict[str, list[float]] = {}
         self.world = config.parallel.ranks
         sizes = rank_slot_nbytes(config)
         names = {rank: [slot_name(rank, index, 0) for index in range(config.checkpoint.slots)] for rank in range(self.world)}
@@ -126,7 +143,8 @@ class Stall:
         for rank in self._ranks:
             rank.link.send(Measure(case=case, number=number))
         measured = [self._measured(number, rank) for number, rank in enumerate(self._ranks)]
-        if case == "ours":
+        self.blocked.setdefault(case, []).append(max(each.blocked_s for each in measured))
+        if case in ("ours", "overlapped"):
             self._stored([each.digests for each in measured])
         self.cpu.setdefault(case, []).append(max(each.cpu_seconds for each in measured))
         return max(each.seconds for each in measured)
@@ -208,9 +226,10 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
         stall = Stall(folder, config, stack)
         cases: dict[str, Callable[[int], float]] = {case: partial(stall.measure, case) for case in CASES}
         for name, case in cases.items():  # warm-up: first calls allocate, start processes, make views (ours: of each slot)
-            for number in range(config.checkpoint.slots if name == "ours" else 1):
+            for number in range(config.checkpoint.slots if name in ("ours", "overlapped") else 1):
                 case(rounds + number)
         stall.cpu.clear()
+        stall.blocked.clear()
         seconds = common.interleaved(cases, rounds)
         verified = stall.verify()
     medians = {case: common.median(seconds[case]) or 0.0 for case in CASES}
@@ -219,6 +238,7 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
     defaults = min(medians["dcp_thread"], medians["dcp_process"])
     return {
         "blocked_over_memcpy": common.ratio(medians["ours"], medians["memcpy"]),
+        "overlapped": _overlapped(seconds, stall.blocked["overlapped"]),
         "dcp_over_ours": common.ratio(medians[best], medians["ours"]),
         "dcp_best": best,
         "dcp_defaults_over_ours": common.ratio(defaults, medians["ours"]),
@@ -228,6 +248,22 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
         "verified_bytes": verified,
         "cases": {case: {**common.summary(seconds[case]), "median_cpu_s": round(cpu[case], 4)} for case in CASES},
         "machine": machine.record(),
+    }
+
+
+def _overlapped(seconds: Mapping[str, Sequence[float]], blocked: Sequence[float]) -> dict[str, Any]:
+    """The copy beside the next step: what the step waits for, and how much longer it takes, against a memcpy of the bytes.
+
+    The inflation is the median over the rounds of a step with the copy less one without, in the same round.
+    """
+    memcpy = common.median(seconds["memcpy"])
+    inflation = common.median(
+        with_copy - without for with_copy, without in zip(seconds["overlapped"], seconds["step"], strict=True)
+    )
+    return {
+        "blocked_over_memcpy": common.ratio(common.median(blocked), memcpy),
+        "step_inflation_over_memcpy": common.ratio(inflation, memcpy),
+        "blocked": common.summary(blocked),
     }
 
 
@@ -241,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case, record in result["cases"].items()
     ]
     figures = ("blocked_over_memcpy", "cpu_blocked_over_memcpy", "dcp_over_ours", "dcp_defaults_over_ours")
+    rows += [(f"overlapped: {name}", value) for name, value in result["overlapped"].items()]
     common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures)])
     return 0
 

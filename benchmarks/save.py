@@ -42,8 +42,8 @@ from storage.pack import PackLayout
 from storage.run import RunStore
 
 GIB = 2**30
-FULL = {"layers": 6, "hidden": 1024, "ffn": 2816, "vocab": 3840}  # 76.7M parameters
-TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257}
+FULL = {"layers": 6, "hidden": 1024, "ffn": 2816, "vocab": 3840, "seq_len": 16}  # 76.7M parameters
+TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257, "seq_len": 16}
 CASES = ("ours", "ours_digest", "plain_fsync", "dcp", "dcp_2")
 
 

@@ -49,6 +49,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     seconds: float
     cpu_seconds: float
     digests: dict[str, str] = {}
+    blocked_s: float = 0.0  # of an overlapped save: what the step waited for, in all
 
 
 FromParent = Measure | Leave

@@ -65,25 +65,36 @@ class RandomTokens:
 class OurSave:
     """The production path: Saver into the agent's arena slots, the keeper told; the state changes before each save."""
 
-    def __init__(self, engine: Engine, args: RankArgs, link: Channel[Any]) -> None:
+    def __init__(self, engine: Engine, args: RankArgs, link: Channel[Any], *, overlap: bool = False) -> None:
         self._engine, self._batch = engine, engine.config.batch.global_batch
         slots = [(name, ArenaSlot(fd, populate=True)) for name, fd in args.slots.items()]
+        self._link, self._held = link, list[str]()
         self._saver = Saver(
             slots,
             rank_layout(engine.config, engine.mesh.coordinate),
             identity=(args.epoch, ATTEMPT, args.rank, args.world),
-            announce=lambda name: link.send(ForKeeper(payload=encode(SnapshotReady(slot=name)))),
+            announce=self._held.append,
+            overlap=overlap,
         )
+
+    def _train(self) -> int:
+        engine = self._engine
+        return engine.train_step(step=engine.step + 1, first_sequence=engine.step * self._batch).step
+
+    def tell_keeper(self) -> None:
+        """What was saved may be stored now."""
+        while self._held:
+            self._link.send(ForKeeper(payload=encode(SnapshotReady(slot=self._held.pop()))))
 
     def __call__(self, number: int) -> Elapsed:
         """One step of training, then the save as the loop does it."""
-        engine = self._engine
-        step = engine.train_step(step=engine.step + 1, first_sequence=engine.step * self._batch).step
+        engine, step = self._engine, self._train()
         self._saver.wait_until_free(upload=True)
         dist.barrier()
         elapsed = stopwatch()
         pieces = [piece for piece in engine.pieces() if piece.owner]
         self._saver.save(pieces, step=step, upload=True, progress={"step": step})
+        self.tell_keeper()
         return elapsed()
 
     def digests(self) -> dict[str, str]:
@@ -94,6 +105,43 @@ class OurSave:
             if piece.owner:
                 total[piece.array] += digest_box(bits(piece), shapes[piece.array], piece.box)
         return {name: f"{value % 2**64:016x}" for name, value in total.items() if value % 2**64}
+
+
+class OverlappedSave(OurSave):
+    """A step of training with the copy of the state beside it, as with checkpoint.overlap; and a step without, to compare.
+
+    The keeper is told after the step, so that the figure is the copy's alone: how fast a keeper stores, and what that takes
+    from training on the same cores, is what checkpoint.upload_mib_s is for.
+    """
+
+    def __init__(self, engine: Engine, args: RankArgs, link: Channel[Any]) -> None:
+        super().__init__(engine, args, link, overlap=True)
+        engine.before_update = self._saver.finish
+        self.blocked_s = 0.0
+        self.before: dict[str, str] = {}
+
+    def step(self, number: int) -> Elapsed:
+        """A step without a save."""
+        dist.barrier()
+        elapsed = stopwatch()
+        self._train()
+        return elapsed()
+
+    def __call__(self, number: int) -> Elapsed:
+        """A save, and the next step; `before` are the digests of what was saved."""
+        self._saver.wait_until_free(upload=True)
+        self.before, step = self.digests(), self._engine.step
+        pieces = [piece for piece in self._engine.pieces() if piece.owner]
+        self._saver.take_waited()
+        dist.barrier()
+        elapsed = stopwatch()
+        self._saver.save(pieces, step=step, upload=True, progress={"step": step})
+        started = elapsed().wall
+        self._train()
+        whole = elapsed()
+        self.blocked_s = started + self._saver.take_waited()
+        self.tell_keeper()
+        return whole
 
 
 class Memcpy:
@@ -139,20 +187,27 @@ def main(argv: list[str]) -> int:
     args = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RankArgs)
     link = channel(socket.socket(fileno=int(argv[1])), FromParent)
     engine = build(args)
-    ours = OurSave(engine, args, link)
+    ours, overlapped = OurSave(engine, args, link), OverlappedSave(engine, args, link)
     state = {
         f"rank{args.rank}/{piece.array}@{piece.box.offset}": stored(piece).clone() for piece in engine.pieces() if piece.owner
     }
     nbytes = sum(tensor.nbytes for tensor in state.values())
     group = dist.new_group(list(range(args.world)))
     assert isinstance(group, dist.ProcessGroup)
-    cases: dict[str, Callable[[int], Elapsed]] = {"ours": ours, "memcpy": Memcpy(nbytes)}
+    cases: dict[str, Callable[[int], Elapsed]] = {
+        "ours": ours,
+        "memcpy": Memcpy(nbytes),
+        "step": overlapped.step,
+        "overlapped": overlapped,
+    }
     cases |= {f"dcp_{form}": dcp.AsyncSave(form, state, Path(args.folder), group) for form in dcp.FORMS}
     link.send(Up(logical_nbytes=nbytes, parameters=nbytes // 14))
     while (frame := link.receive()) is not None and not isinstance(frame.message, Leave):
-        wall, cpu = cases[frame.message.case](frame.message.number)
-        digests = ours.digests() if frame.message.case == "ours" else {}
-        link.send(Measured(seconds=wall, cpu_seconds=cpu, digests=digests))
+        case = frame.message.case
+        wall, cpu = cases[case](frame.message.number)
+        digests = ours.digests() if case == "ours" else overlapped.before if case == "overlapped" else {}
+        blocked_s = overlapped.blocked_s if case == "overlapped" else 0.0
+        link.send(Measured(seconds=wall, cpu_seconds=cpu, digests=digests, blocked_s=blocked_s))
     link.drain(10)
     dist.destroy_process_group()
     return 0

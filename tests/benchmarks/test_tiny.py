@@ -29,9 +29,13 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
     assert result["blocked_over_memcpy"] > 0
     assert result["dcp_over_ours"] > 0
     assert result["verified_bytes"] > 14 * result["parameters"]  # with the checksums
+    assert result["overlapped"]["blocked_over_memcpy"] > 0
+    assert "step_inflation_over_memcpy" in result["overlapped"]
     assert set(result["cases"]) == {
         "memcpy",
         "ours",
+        "step",
+        "overlapped",
         "dcp_thread",
         "dcp_thread_kept_stager",
         "dcp_process",
