@@ -33,7 +33,9 @@ PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"]
 FaultPoint = Literal[
     "step", "gradients", "copy", "restore", "upload", "before_manifest", "after_manifest", "before_commit", "after_commit"
 ]
-FaultKind = Literal["kill", "stop", "exit", "raise", "loop", "lock", "nan", "flip"]
+FaultKind = Literal[
+    "kill", "segv", "abort", "stop", "exit", "raise", "import", "oom", "loop", "lock", "part", "slow", "nan", "flip"
+]
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -432,6 +434,23 @@ class Recovery(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, description="robust deviations above the usual loss that count as a spike; 0: none does", extra=FREE)
     ] = 10.0
     spike_steps: Annotated[int, Meta(ge=1, description="consecutive spikes that end the attempt", extra=FREE)] = 10
+    replay_norm: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="a gradient norm so many times the usual makes a step suspect: it is done again before it is applied; "
+            "0: never",
+            extra=FREE,
+        ),
+    ] = 20.0
+    corruption: Annotated[
+        Literal["report", "exclude"],
+        Meta(
+            description="what is done about a rank that computed something else when its step was repeated: its place is left "
+            "out for quarantine_s (if breaker_share and the layouts allow it), or nothing",
+            extra=FREE,
+        ),
+    ] = "exclude"
     metrics_port: Annotated[
         int, Meta(ge=0, le=65_535, description="loopback port that serves metrics to Prometheus; 0: none", extra=FREE)
     ] = 0
@@ -464,7 +483,14 @@ class Recovery(Section, frozen=True, kw_only=True):
 class Fault(Section, frozen=True, kw_only=True):
     """A fault to inject, for demonstrations and tests. It fires once in the life of a run."""
 
-    kind: Annotated[FaultKind, Meta(description="what happens to the process; nan, flip: to a gradient")] = "kill"
+    kind: Annotated[
+        FaultKind,
+        Meta(
+            description="what happens to the process; nan, flip: to a gradient; slow: each forward takes 50 ms longer; "
+            "oom: until a memory cgroup ends it; part: one collective more than the others"
+        ),
+    ] = "kill"
+    text: Annotated[str, Meta(description="for raise: the words of the exception; empty: some of our own")] = ""
     at: Annotated[
         FaultPoint,
         Meta(description="named point at which it happens; `step`: between two steps, `gradients`: before they are voted on"),

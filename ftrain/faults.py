@@ -17,15 +17,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from ftrain.config import Fault
+from recovery.memory import cgroup_limits
 from storage.objects import Bytes, ObjectStore
 from storage.wrapper import WrappingStore
 
 WORKER_POINTS = ("step", "gradients", "copy", "restore")
 KEEPER_POINTS = ("upload",)
 COORDINATOR_POINTS = ("before_manifest", "after_manifest", "before_commit", "after_commit")
+SLOW_S = 0.05
 POINTS = WORKER_POINTS + KEEPER_POINTS + COORDINATOR_POINTS
 
 
@@ -42,6 +45,8 @@ class Faults:
     ) -> None:
         """`folder` holds the markers of what has fired; `rank` is None outside workers; `corrupt` spoils a gradient."""
         self._folder, self._corrupt = folder, corrupt
+        self.delay_s = 0.0
+        """What this rank takes longer over each forward pass."""
         self._armed = [
             (number, fault)
             for number, fault in enumerate(faults)
@@ -63,25 +68,41 @@ class Faults:
         return True
 
     def _act(self, fault: Fault, step: int) -> None:
-        if fault.kind in ("nan", "flip") and self._corrupt is not None:
+        if fault.kind in ("nan", "flip", "part") and self._corrupt is not None:
             self._corrupt(fault.kind)
+        elif fault.kind == "slow":
+            self.delay_s = SLOW_S
         else:
             _act(fault, step)
 
 
+SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
+
+
 def _act(fault: Fault, step: int) -> None:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.kind])
+    elif fault.kind == "import":
+        import_module("ftrain_injected_fault")
+    elif fault.kind == "oom":
+        _use_up_memory()
     elif fault.kind == "exit":
         os._exit(1)
     elif fault.kind == "lock":
         threading.Event().wait()  # nobody will ever set it
     elif fault.kind == "raise":
-        raise RuntimeError(f"injected fault at {fault.at!r}, step {step}")
+        raise RuntimeError(fault.text or f"injected fault at {fault.at!r}, step {step}")
     while fault.kind == "loop":
         continue
+
+
+def _use_up_memory() -> None:
+    """Until the kernel ends this process: only within a memory cgroup, for whose members the limit was set."""
+    if not any(limit < 2**50 for limit in cgroup_limits()):
+        raise RuntimeError("no memory cgroup limits this process: the fault would take the whole machine's memory")
+    held = []
+    while True:
+        held.append(b"\x01" * 2**24)
 
 
 class CommitPoints(WrappingStore):

@@ -352,5 +352,10 @@ def _decided_before(state: RunState, *, agent_survived: bool) -> AttemptEndInfo 
     if decision is None or decision.attempt != state.attempt or state.phase is not Phase.WAITING:
         return None
     return AttemptEndInfo(
-        attempt=state.attempt, workers=(), verdict=None, action=decision.action, agent_survived=agent_survived
+        attempt=state.attempt,
+        workers=(),
+        verdict=None,
+        action=decision.action,
+        agent_survived=agent_survived,
+        differently=decision.differently,
     )

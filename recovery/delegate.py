@@ -21,7 +21,6 @@ from recovery.events import Action, Event, Verdict
 from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
 from recovery.places import Place
-from recovery.policy import Change
 from recovery.state import RunState
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
@@ -73,8 +72,8 @@ class AttemptEndInfo:
     """What was decided: after `roll_back` the next attempt must not begin with the newest state."""
     agent_survived: bool
     """Whether the agent, and with it the memory tier, is still the same one."""
-    differently: tuple[Change, ...] = ()
-    """How the next attempt should differ from this one; what a delegate cannot do, it leaves."""
+    differently: tuple[str, ...] = ()
+    """How the next attempt should differ from this one (recovery.policy.Change); what a delegate cannot do, it leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,8 @@ class Links:
     """(reason, seconds): SIGTERM for all workers, and SIGKILL after so long."""
     release: Callable[[tuple[str, ...]], None] = lambda names: None
     """Give memory areas back before the next attempt is planned."""
+    leave_out: Callable[[int, str, str], None] = lambda rank, class_, reason: None
+    """Have the place of a rank left out at the next step boundary, if the run can do without it: rank, class, reason."""
     places: Callable[[], tuple[Place, ...]] = lambda: ()
     """Where ranks may run now."""
 

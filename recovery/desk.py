@@ -60,6 +60,7 @@ class Desk:
         """Nothing is known yet."""
         self.attempt: Attempt | None = None
         self.elastic = Elastic(self, delegate, limits)
+        self._limits = limits
         self.deadlines = Deadlines(floor_s=spec.hang_floor_s)
         self.agent = self._agents(loop, spec)
         self.control = SetControl(stop=False, save=0)
@@ -105,6 +106,7 @@ class Desk:
             wake=lambda: self._loop.call_soon(self.tick),
             stop_workers=lambda reason, grace_s: self.agent.send(StopWorkers(reason=reason, grace_s=grace_s)),
             release=lambda names: self.agent.send(Release(names=names)),
+            leave_out=lambda *blame: self._loop.call_soon(lambda: self.elastic.leave_out(*blame)),
             places=lambda: self.elastic.places,
         )
 
@@ -228,14 +230,15 @@ class Desk:
                 self.answers[type(message)] = message
 
     def _watch_pace(self, attempt: Attempt) -> None:
-        """A straggler is told, not acted upon: it costs time, a restart costs more."""
-        found = attempt.stragglers.see(attempt.beats.values())
+        """A straggler is told; what else is done is a matter of policy."""
+        factor, windows = self._limits.straggler_factor, self._limits.straggler_windows
+        found = attempt.stragglers.see(attempt.beats.values(), factor=factor, windows=windows)
         if found is not None:
-            log.warning("%s", found.describe())
-            now = time.time()
-            self.journal.append(
-                events.Straggler(t=now, attempt=attempt.number, rank=found.rank, ratio=found.ratio, reason=found.describe())
-            )
+            now, reason = time.time(), found.describe()
+            log.warning("%s", reason)
+            told = events.Straggler(t=now, attempt=attempt.number, rank=found.rank, ratio=found.ratio, reason=reason)
+            self.journal.append(told)
+            self.elastic.on_straggler(found.rank, reason)
 
     def _told_by_worker(self, attempt: int, told: Sequence[events.Event]) -> None:
         if self._is_current(attempt) and any(True for event in told for _ in events.steps_of(event)):

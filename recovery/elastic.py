@@ -51,6 +51,7 @@ class Elastic:
         self.capacity: dict[str, int] = {}
         self._desk, self._delegate, self._limits, self._clock = desk, delegate, limits, clock
         self._changed_at = float("-inf")
+        self._restarted: set[Place] = set()
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -89,7 +90,15 @@ class Elastic:
         self._return(place, f"given back by {by}")
 
     def _resize(self, args: dict[str, Any]) -> None:
-        told = self._delegate.resize(args, self.places)
+        before = dict(self.capacity)
+        missing = int(args.get("ranks") or 0) - len(self.places)
+        if len(before) == 1 and missing > 0:  # one machine has as many places as are asked for: what it can do, its ranks say
+            self.capacity[next(iter(before))] += missing
+        try:
+            told = self._delegate.resize(args, self.places)
+        except ValueError:
+            self.capacity.update(before)
+            raise
         self._hand_over(told)
 
     # what happens by itself
@@ -111,6 +120,7 @@ class Elastic:
             log.warning("the run cannot go on without %s: %s", place, error)
             return False
         now = self._clock()
+        self._changed_at = now
         self._record(
             PlaceLost(t=now, node=place.node, slot=place.slot, reason=decision.reason, until=now + self._quarantine_s(place))
         )
@@ -120,18 +130,31 @@ class Elastic:
     def _blamed(self, verdict: Verdict) -> Place | None:
         return self._delegate.place_of(verdict.first_failing_rank) if verdict.first_failing_rank is not None else None
 
-    def leave_out(self, rank: int, reason: str) -> bool:
-        """A rank that only slows the others down makes way at the next step boundary; whether the run can do without it."""
-        verdict = Verdict(class_="straggler", component="host", first_failing_rank=rank)
-        if not self.blame(verdict, Decision(action="restart_exclude_node", reason=reason)):
-            return False
-        self._leave()
-        return True
+    def on_straggler(self, rank: int, reason: str) -> None:
+        """A rank slows the others down, and has for long. New processes are tried once for each place: if that does not help,
+        it is not the process.
+        """
+        policy, place = self._limits.straggler, self._delegate.place_of(rank)
+        if policy == "report" or place is None or place in self._restarted:
+            return
+        if policy == "exclude":
+            self.leave_out(rank, "straggler", reason)
+        else:
+            self._restarted.add(place)
+            self._hand_over([self._same_again(reason)])
 
-    def restart(self, reason: str) -> None:
-        """The same layout once more, in new processes, from the state of the step that is being finished."""
-        log.info("restart at the next step boundary: %s", reason)
-        self._leave()
+    def leave_out(self, rank: int, class_: str, reason: str) -> None:
+        """A rank that is not to be trusted makes way at the next step boundary, if the run can do without its place."""
+        verdict = Verdict(class_=class_, component="host", first_failing_rank=rank)
+        if self.blame(verdict, Decision(action="restart_exclude_node", reason=f"{class_}: {reason}")):
+            self._leave()
+
+    def _same_again(self, reason: str) -> LayoutChosen:
+        """The same layout in new processes, from the state of the step that is being finished."""
+        state = self._desk.journal.state
+        return LayoutChosen(
+            t=self._clock(), ranks=state.ranks, layout=state.layout, was=state.layout, reason=reason, costs="a restart"
+        )
 
     def tick(self) -> None:
         """Places whose quarantine is over come back; one layout is kept for a while before the next is chosen."""
@@ -150,7 +173,7 @@ class Elastic:
 
     def _return(self, place: Place, reason: str) -> None:
         self._record(PlaceReturned(t=self._clock(), node=place.node, slot=place.slot, reason=reason))
-        self._hand_over(self._delegate.choose_layout(self.places, f"{place} is back: {reason}"))
+        self.capacity_changed(f"{place} is back: {reason}")
 
     def _quarantine_s(self, place: Place) -> float:
         blames = self._desk.journal.state.blames.count(str(place))

@@ -91,7 +91,9 @@ class Inquest:
         else:
             self._handling.until(lambda: self._settled(attempt), self._spec.settle_s)
         self._evidence_id += 1
-        request = CollectEvidence(id=self._evidence_id, dump_stacks=bool(trouble.stalled))
+        decision = self._desk.journal.state.last_decision
+        more = decision is not None and "more_evidence" in decision.differently and decision.attempt == attempt.number - 1
+        request = CollectEvidence(id=self._evidence_id, dump_stacks=more or bool(trouble.stalled))
         answer = self._handling.ask(request, (EvidenceCollected,), self._spec.evidence_s)
         self._handling.stop_workers("another rank failed" if not trouble.stalled else "no progress")
         gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=("the agent did not answer",))

@@ -54,7 +54,9 @@ def judge(
     verdict = classify(evidence)
     earlier = journal.state.last_decision
     if earlier is not None and attempt is not None and earlier.attempt == number:
-        decision = Decision(action=earlier.action, reason=earlier.reason, wait_s=earlier.wait_s)
+        decision = Decision(
+            action=earlier.action, reason=earlier.reason, wait_s=earlier.wait_s, differently=earlier.differently
+        )
     else:
         decision = _record(journal, verdict, limits, number, verdict_id)
     info = AttemptEndInfo(
@@ -63,6 +65,7 @@ def judge(
         verdict=verdict,
         action=decision.action,
         agent_survived=agent_survived,
+        differently=decision.differently,
     )
     return Case(verdict=verdict, decision=decision, info=info)
 
@@ -102,6 +105,7 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
         reason=decision.reason,
         wait_s=decision.wait_s,
         verdict_id=verdict_id,
+        differently=decision.differently,
     )
     journal.append(decided)
     return decision

@@ -39,6 +39,11 @@ def room(root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> Room:
     return min([_machine(proc), *_cgroups(root, proc)], key=lambda it: it.free_bytes)
 
 
+def cgroup_limits(root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> list[int]:
+    """The memory limits of the cgroups above this process, in bytes; version 1 shows a huge number for none."""
+    return [group.limit_bytes for group in _cgroups(root, proc)]
+
+
 def _machine(proc: Path) -> Room:
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines}

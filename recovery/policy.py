@@ -47,6 +47,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     quarantine_max_s: float = 7 * 86_400.0  # longest such time
     flap_s: float = 300.0  # a network fault is held against a node only if it comes twice within this time
     breaker_share: float = 0.25  # more nodes than this share are never left out at once: then it is not the nodes
+    straggler: Literal["report", "restart", "exclude"] = "report"  # what is done about a rank that is slow for long
+    straggler_factor: float = 1.5  # so many times the median's computing time make a straggler
+    straggler_windows: int = 3  # in so many windows of steps in a row
     layout_hold_s: float = 60.0  # a layout is kept at least this long before a place that is back makes it grow again
 
 
@@ -89,7 +92,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     reason: str
     wait_s: float = 0.0
     given_up: bool = False
-    differently: tuple[Change, ...] = ()
+    differently: tuple[str, ...] = ()
 
 
 class Facts(Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ class Stragglers:
         self._begin: dict[int, Beat] = {}
         self._row: tuple[int, int] = (-1, 0)  # rank, windows in which it was too slow
 
-    def see(self, beats: Iterable[Beat]) -> Slowest | None:
+    def see(self, beats: Iterable[Beat], *, factor: float = FACTOR, windows: int = WINDOWS) -> Slowest | None:
         """Take in the page; a straggler, once, when it has been slow for long enough."""
         now = {beat.rank: beat for beat in beats if beat.step > 0}
         if not self._begin or set(now) != set(self._begin):
@@ -53,13 +53,13 @@ class Stragglers:
             rank: (beat.busy_s - self._begin[rank].busy_s) / (beat.step - self._begin[rank].step) for rank, beat in now.items()
         }
         self._begin = now
-        return self._judge(shares)
+        return self._judge(shares, factor, windows)
 
-    def _judge(self, shares: dict[int, float]) -> Slowest | None:
+    def _judge(self, shares: dict[int, float], factor: float, most: int) -> Slowest | None:
         rank = max(shares, key=lambda it: shares[it])
         usual = statistics.median_low(shares.values())
         ratio = shares[rank] / usual if usual > 0 else 1.0
-        windows = (self._row[1] if self._row[0] == rank else 0) + 1 if ratio >= FACTOR else 0
+        windows = (self._row[1] if self._row[0] == rank else 0) + 1 if ratio >= factor else 0
         self._row = (rank, windows)
-        self.slowest = Slowest(rank=rank, ratio=ratio, step_s=shares[rank], lasting=windows >= WINDOWS)
-        return self.slowest if windows == WINDOWS else None
+        self.slowest = Slowest(rank=rank, ratio=ratio, step_s=shares[rank], lasting=windows >= most)
+        return self.slowest if windows == most else None

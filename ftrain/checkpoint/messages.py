@@ -142,6 +142,8 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True, tag="doubt"):
     step: int
     reason: str
     onset: int | None = None
+    rank: int | None = None  # who computed something else
+    corruption: bool = False  # the repetition did not agree: it is the machine
 
 
 class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):

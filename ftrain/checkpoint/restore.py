@@ -43,6 +43,9 @@ class Restorable(Protocol):
 
     def after_load(self) -> None: ...
 
+    @property
+    def layout(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
@@ -83,14 +86,12 @@ def restore(
     rank: int,
     world: int,
     local: tuple[RunStore, int] | None = None,
-    layout: str = "",
 ) -> Restored:
     """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
 
     `storage_step`: the newest committed step, as the coordinator saw it; `local`: the local tier and its newest step. Of equal
-    steps memory comes first, then the local tier. `layout`: of these ranks; a snapshot of another one proves itself by digests.
-    Returns source "init" if there is nothing to load. Raises NoCheckpoint if
-    there are checkpoints and none of them loads.
+    steps memory comes first, then the local tier. A snapshot of another layout proves itself by digests. Returns source "init"
+    if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them loads.
     """
     passed_over: list[tuple[int, str]] = []
     snapshot = newest_snapshot(slots)
@@ -101,7 +102,7 @@ def restore(
             continue
         if in_memory:
             assert snapshot is not None
-            found = _from_memory(engine, snapshot, slots, rank=rank, world=world, layout=layout)
+            found = _from_memory(engine, snapshot, slots, rank=rank, world=world)
         else:
             assert local is not None
             found = _from_local(engine, *local)
@@ -114,7 +115,7 @@ def restore(
 
 
 def _from_memory(
-    engine: Restorable, snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot], *, rank: int, world: int, layout: str
+    engine: Restorable, snapshot: MemorySnapshot, slots: Mapping[str, ArenaSlot], *, rank: int, world: int
 ) -> Restored | str:
     """The newest snapshot, or what is wrong with it."""
     for name in snapshot.slots[rank::world]:
@@ -123,10 +124,10 @@ def _from_memory(
     tier = ArenaStore(slots)
     problem = agreed(attempt(lambda: load_pieces(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
     progress, proof = slots[snapshot.slots[0]].progress(), "crc32c of every chunk"
-    if problem is None and progress.get("layout", layout) != layout:
+    if problem is None and progress.get("layout", engine.layout) != engine.layout:
         saved = _digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
         problem = _differ(saved, live_digests(engine))
-        proof = f"digests of {len(saved)} arrays, across {progress['layout']} and {layout}"
+        proof = f"digests of {len(saved)} arrays, across {progress['layout']} and {engine.layout}"
     if problem is not None:
         return f"memory tier: {problem}"
     return Restored(source="memory", step=snapshot.step, progress=progress, proof=proof)

@@ -159,6 +159,12 @@ def _trouble(event: Event) -> str:
             return f"interruption: {event.verdict.class_}: {event.verdict.reason}"
         case events.Decided():
             return f"decision: {event.action}: {event.reason}"
+        case events.PlaceLost():
+            return f"place {event.node}/{event.slot} is taken away: {event.reason}"
+        case events.PlaceReturned():
+            return f"place {event.node}/{event.slot} is back: {event.reason}"
+        case events.LayoutChosen():
+            return f"layout {event.was} -> {event.layout}: {event.reason}; costs {event.costs}"
         case events.StopRequested():
             return f"stop requested by {event.by}: finishing the step, saving"
         case events.RunEnded():

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ftrain.compose.retries import EVIDENCE_ENV
 from ftrain.config import Machine
 from recovery.messages import WorkerSpec
 from recovery.network import first_present
@@ -29,6 +30,7 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 1  # places of that node
     spread: bool = False  # whether other ranks' slots are on other nodes
     evidence: bool = False  # more of it than usual
+    nearer: bool = True  # whether a snapshot in memory may be what the attempt begins with
     port: int = 0  # added by the agent, as the host is
     host: str = "127.0.0.1"
 
@@ -84,5 +86,9 @@ def worker_spec(rank: int, args: WorkerArgs, machine: Machine) -> WorkerSpec:
         entry="ftrain.compose.worker:main",
         args=msgspec.to_builtins(args),
         memfds=tuple(args.source_slots),
-        env={"GLOO_SOCKET_IFNAME": first_present(machine.interface), "OMP_NUM_THREADS": str(machine.threads)},
+        env={
+            "GLOO_SOCKET_IFNAME": first_present(machine.interface),
+            "OMP_NUM_THREADS": str(machine.threads),
+            **(EVIDENCE_ENV if args.evidence else {}),
+        },
     )

@@ -32,7 +32,7 @@ from ftrain.checkpoint.messages import (
     decode_worker,
     encode,
 )
-from ftrain.compose.args import Launch, Memo, WorkerArgs
+from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer, Job
 from ftrain.compose.debts import Debts, Group
 from ftrain.compose.doubts import Doubts
@@ -40,7 +40,6 @@ from ftrain.compose.elastic import ElasticDelegate
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.last import LastState
 from ftrain.compose.metrics import MetricsFile
-from ftrain.compose.places import Places
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.config import Config
 from recovery import events
@@ -65,15 +64,12 @@ class RunDelegate(ElasticDelegate):
         policies: Sequence[RetentionPolicy],
         endwatch: EndWatch,
     ) -> None:
-        super().__init__(launch, config, folder)
-        self._config, self._run = config, run
-        self._url, self._local = config.run.url, str(folder)
+        super().__init__(launch, config, run, folder, policies)
         self._policies, self._endwatch = policies, endwatch
         self._metrics = MetricsFile(self._local)
         self._links: Links | None = None
         self._committer: Committer | None = None
         self._epoch = 0
-        self._committed: int | None = None
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
         self._settled: set[Group] = set()
@@ -84,7 +80,6 @@ class RunDelegate(ElasticDelegate):
         self._last = LastState()
         self._last_step: StepDone | None = None
         self._doubts = Doubts()
-        self._places = Places(config, run, policies)
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
         self._told: list[Event] = []  # for the next tick
         self._attempt = 0
@@ -141,10 +136,11 @@ class RunDelegate(ElasticDelegate):
         if older and not self._layouts.fits:
             release += self._give_up_older()
             older = {}
-        source, restored = self._places.newest(self._memory_step, self._origin[1])
+        start = self._start(previous.differently if previous is not None else ())
+        source, restored = self._places.newest(self._memory_step, self._origin[1]) if start.nearer else ("storage", start.step)
         return AttemptPlan(
             layout=self._layouts.text,
-            workers=self._layouts.workers(self._worker_args(list(own), list(older))),
+            workers=self._layouts.workers(self._worker_args(list(own), list(older), start)),
             source=source,
             restored_step=restored or 0,
             memfds={**own, **older},
@@ -179,27 +175,6 @@ class RunDelegate(ElasticDelegate):
         self._told += self._places.rolled_back(self._epoch, step or 0)
         return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=step)]
 
-    @property
-    def _origin(self) -> tuple[str, int | None]:
-        """Whose checkpoint the next attempt may load, and which: this run's, or before there is one, that of `--from`."""
-        if self._committed is None and self._launch.origin_url:
-            return self._launch.origin_url, self._launch.origin_step
-        return self._url, self._committed
-
-    def _worker_args(self, own: list[str], older: list[str]) -> WorkerArgs:
-        """What is the same for all ranks."""
-        return WorkerArgs(
-            config=msgspec.to_builtins(self._layouts.now),
-            restore_url=self._origin[0],
-            local_dir=self._local,
-            storage_step=self._origin[1],
-            stored_step=self._committed or 0,
-            local_step=self._places.local_step,
-            own_slots=own,
-            source_slots=own + older,
-            layout=self._layouts.text,
-        )
-
     # -- what workers say ------------------------------------------------------------------------------------------------
 
     def on_worker(self, rank: int, attempt: int, payload: bytes) -> Sequence[Event]:
@@ -214,6 +189,8 @@ class RunDelegate(ElasticDelegate):
         if isinstance(message, SaveSkipped):
             return self._on_skipped(message, attempt)
         if isinstance(message, Doubt):
+            if message.corruption and message.rank is not None and self._config.recovery.corruption == "exclude":
+                self.links.leave_out(message.rank, "silent_corruption", message.reason)
             return self._doubts.on_doubt(message, attempt)
         if isinstance(message, StepTimes | Traced):
             return self._metrics.measured(message, self._layouts.now, attempt)

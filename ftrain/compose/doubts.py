@@ -36,7 +36,7 @@ class Doubts:
         if doubt.onset is not None:
             self._onsets[attempt] = doubt.onset, doubt.reason
         now = time.time()
-        return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset)]
+        return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset, rank=doubt.rank)]
 
     def recall(self, onsets: Iterable[Onset]) -> None:
         """What an earlier coordinator knew."""

@@ -91,7 +91,14 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
 
 def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config:
     """The config for a drill: as many steps as there is time for, all checkpoints kept, hangs found soon."""
-    recovery = replace(config.recovery, hang_s=min(config.recovery.hang_s, 10.0), hang_floor_s=5.0, backoff_s=0.1, notice="")
+    recovery = replace(
+        config.recovery,
+        hang_s=min(config.recovery.hang_s, 10.0),
+        hang_floor_s=5.0,
+        backoff_s=0.1,
+        notice="",
+        corruption="report",
+    )
     return replace(
         config,
         run=replace(config.run, url=str(url), local_dir="", steps=max(config.run.steps, 1_000_000)),

@@ -1,4 +1,4 @@
-"""The part of a run's delegate that deals with places and layouts."""
+"""The part of a run's delegate that decides how an attempt begins: its layout, its places, its state."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftrain.compose.args import Launch
+import msgspec
+
+from ftrain.compose.args import Launch, WorkerArgs
 from ftrain.compose.launch import relaunch
 from ftrain.compose.layouts import Layouts
 from ftrain.compose.nodes import num_nodes
+from ftrain.compose.places import Places
+from ftrain.compose.retries import Start, retry
 from ftrain.config import Config
 from recovery.delegate import Delegate
 from recovery.events import Event
 from recovery.places import Place
+from storage.retention import RetentionPolicy
+from storage.run import RunStore
 
 
 class ElasticDelegate(Delegate):
-    """Answers what the supervisor asks about layouts; a base of the run's delegate, which starts what was chosen."""
+    """Answers what the supervisor asks about layouts; the base of the run's delegate, which starts what was chosen."""
 
-    def __init__(self, launch: Launch, config: Config, folder: Path) -> None:
-        self._launch, self._folder = launch, folder
+    def __init__(
+        self, launch: Launch, config: Config, run: RunStore, folder: Path, policies: Sequence[RetentionPolicy]
+    ) -> None:
+        self._launch, self._config, self._run = launch, config, run
+        self._url, self._local = config.run.url, str(folder)
+        self._committed: int | None = None
+        self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
 
     def num_nodes(self) -> int:
@@ -38,5 +49,33 @@ class ElasticDelegate(Delegate):
     def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> Sequence[Event]:
         """A person's choice; the next coordinator must know it too."""
         told = self._layouts.resize(args, places)
-        relaunch(self._folder, self._launch, self._layouts.wish)
+        relaunch(Path(self._local), self._launch, self._layouts.wish)
         return told
+
+    @property
+    def _origin(self) -> tuple[str, int | None]:
+        """Whose checkpoint the next attempt may load, and which: this run's, or before there is one, that of `--from`."""
+        if self._committed is None and self._launch.origin_url:
+            return self._launch.origin_url, self._launch.origin_step
+        return self._url, self._committed
+
+    def _start(self, differently: Sequence[str]) -> Start:
+        """From which state the next attempt begins, if it is to differ from the last one."""
+        url, step = self._origin
+        return retry(differently, self._run.checkpoints, step, own=url == self._url)
+
+    def _worker_args(self, own: list[str], older: list[str], start: Start) -> WorkerArgs:
+        """What is the same for all ranks."""
+        return WorkerArgs(
+            config=msgspec.to_builtins(self._layouts.now),
+            restore_url=self._origin[0],
+            local_dir=self._local,
+            storage_step=start.step,
+            stored_step=self._committed or 0,
+            local_step=self._places.local_step if start.nearer else None,
+            own_slots=own,
+            source_slots=own + older if start.nearer else own,
+            nearer=start.nearer,
+            evidence=start.evidence,
+            layout=self._layouts.text,
+        )

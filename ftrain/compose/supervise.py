@@ -17,9 +17,8 @@ from ftrain.compose.command import CommandDelegate, CommandLaunch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.exporter import Exporter
 from ftrain.compose.packets import Packets
-from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.paths import absolute_url, is_local, local_dir_of
-from recovery.codes import ExitCode
+from ftrain.compose.patterns import PatternError, compiled
 from recovery.coordinator import Coordinator
 from recovery.events import Event, ProcessDied, StopRequested
 from recovery.launch import python

@@ -88,6 +88,8 @@ def main(context: WorkerContext) -> None:
     def progress(phase: str, microbatch: int) -> None:
         context.heartbeat.busy_s += pace.enter(phase)
         context.heartbeat.beat(phase, microbatch=microbatch)
+        if phase == "forward" and faults.delay_s:
+            time.sleep(faults.delay_s)
         if phase == "reduce":
             faults.reached("gradients", engine.step + 1)
 
@@ -137,13 +139,18 @@ class Pace:
 
 
 def spoil(engine: Engine, kind: str) -> None:
-    """An injected fault: the first gradient that this rank will apply is no number, or has a bit of its exponent flipped."""
+    """An injected fault: the first gradient that this rank will apply is no number, or has a bit of its exponent flipped; or a
+    collective that the other ranks do not take part in.
+    """
+    if kind == "part":
+        engine.mesh.all_reduce(torch.zeros(1))
+        return
     optimizer = engine.optimizer
     first = optimizer.grad_pieces()[0].tensor.view(-1)[:1]
     if kind == "nan":
         first.fill_(float("nan"))
     else:
-        first.view(torch.int32).bitwise_xor_(1 << 29)
+        first.view(torch.int32).bitwise_xor_(1 << 30)
 
 
 def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any]:
@@ -235,9 +242,9 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
     config = engine.config
     limit_traffic(config)
     run = RunStore(open_configured(config.storage, args.restore_url)) if args.storage_step is not None else None
-    sources = {name: slots[name] for name in args.source_slots}
+    sources = {name: slots[name] for name in args.source_slots if args.nearer}
     passed: tuple[tuple[int, str], ...] = ()
-    if args.spread:
+    if args.spread and args.nearer:
         least = max(args.storage_step or 0, args.local_step or 0)
         found = from_spread_memory(engine, sources, rank=rank, world=world, least_step=least)
         if isinstance(found, Restored):
@@ -251,7 +258,6 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
         storage_step=args.storage_step,
         rank=rank,
         world=world,
-        layout=args.layout,
     )
     return _at(engine, replace(restored, passed_over=(*passed, *restored.passed_over)))
 

@@ -7,10 +7,13 @@ same on all ranks without another message.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from ftrain.checkpoint import when
 from ftrain.checkpoint.messages import Doubt, Final, SaveSkipped, StepDone, WorkerMessage
@@ -20,6 +23,7 @@ from ftrain.parallel.arrays import StatePiece
 from ftrain.parallel.clock import CHECKPOINT, EVALUATE
 from ftrain.train.numerics import Bounds, NumericsError, Watch
 from ftrain.train.profile import NoWindow, Window
+from ftrain.train.replay import doubt
 from ftrain.train.step import StepResult
 from ftrain.train.times import NoTimes, StepTimer
 from ftrain.train.votes import Flags
@@ -28,7 +32,11 @@ from ftrain.train.votes import Flags
 class Trainee(Protocol):
     """What the loop needs of an engine."""
 
-    def train_step(self, *, step: int, first_sequence: int, flags: Flags) -> StepResult: ...
+    shares: torch.Tensor
+
+    def train_step(self, *, step: int, first_sequence: int, flags: Flags, norm_limit: float = ...) -> StepResult: ...
+
+    def differing(self, before: torch.Tensor) -> tuple[int, ...]: ...
 
     def set_step(self, step: int) -> None: ...
 
@@ -96,7 +104,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         recovery = self.config.recovery
-        bounds = Bounds(nonfinite_steps=recovery.nonfinite_steps, spike_z=recovery.spike_z, spike_steps=recovery.spike_steps)
+        names = ("nonfinite_steps", "spike_z", "spike_steps", "replay_norm")
+        bounds = Bounds(**{name: getattr(recovery, name) for name in names})
         self.watch = Watch(bounds=bounds)
 
     def run(self, progress: Progress) -> Final:
@@ -141,18 +150,21 @@ class Loop:
         """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
         self.beat("step", progress.step + 1)
         flags = self._flags()
-        result = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=flags)
-        if result.applied or not self.config.recovery.nonfinite_steps:
+        limit, at = self.watch.norm_limit, {"step": progress.step + 1, "first_sequence": progress.sequences}
+        result = self.engine.train_step(**at, flags=flags, norm_limit=limit)
+        suspect = math.isfinite(result.grad_norm) and result.grad_norm > limit
+        if result.applied or not (self.config.recovery.nonfinite_steps or suspect):
             return result
+        before = self.engine.shares
         self.engine.set_step(progress.step)
-        again = self.engine.train_step(step=progress.step + 1, first_sequence=progress.sequences, flags=flags)
-        if again.applied and self.rank == 0:
-            reason = f"step {again.step} was not finite, and finite when repeated: silent corruption"
-            self.report(Doubt(step=again.step, reason=reason))
+        again = self.engine.train_step(**at, flags=flags)
+        told = doubt(result, again, self.engine.differing(before))
+        if told is not None and self.rank == 0:
+            self.report(told)
         return again
 
     def _judge(self, result: StepResult) -> None:
-        trouble = self.watch.see(step=result.step, loss=result.loss, applied=result.applied)
+        trouble = self.watch.see(step=result.step, loss=result.loss, applied=result.applied, norm=result.grad_norm)
         if trouble is None:
             return
         if self.rank == 0:

@@ -44,6 +44,7 @@ class Bounds:
     nonfinite_steps: int = 3
     spike_z: float = 10.0
     spike_steps: int = 10
+    replay_norm: float = 0.0
     window: int = 64
 
 
@@ -53,11 +54,23 @@ class Watch:
 
     bounds: Bounds
     losses: deque[float] = field(default_factory=deque)
+    norms: deque[float] = field(default_factory=deque)
     nonfinite: int = 0
     spiking: int = 0
 
-    def see(self, *, step: int, loss: float, applied: bool) -> Trouble | None:
+    @property
+    def norm_limit(self) -> float:
+        """The gradient norm above which a step is not believed at once: so many times the usual, once there is a usual."""
+        if not self.bounds.replay_norm or len(self.norms) < LEAST_WINDOW:
+            return math.inf
+        return self.bounds.replay_norm * statistics.median(self.norms)
+
+    def see(self, *, step: int, loss: float, applied: bool, norm: float = math.nan) -> Trouble | None:
         """Take in a finished step; what is wrong now, if anything."""
+        if applied and math.isfinite(norm):
+            self.norms.append(norm)
+            if len(self.norms) > self.bounds.window:
+                self.norms.popleft()
         if not applied or not math.isfinite(loss):
             self.nonfinite += 1
             limit = self.bounds.nonfinite_steps

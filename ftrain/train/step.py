@@ -14,6 +14,7 @@ and bias correction follow from the step number, so that there is nothing else t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from ftrain.train.batch import Data, Sequences
 from ftrain.train.evaluate import evaluate
 from ftrain.train.lr import learning_rate
 from ftrain.train.passes import Passes
+from ftrain.train.replay import differing
 from ftrain.train.votes import Flags, Vote, vote
 from storage.pack import ArraySpec
 
@@ -85,6 +87,8 @@ class Engine:
         self.before_update, self.progress = before_update, progress
         self.after_vote: Callable[[], None] = _no_wait  # all ranks are together there, and the host waits for nothing
         self.step = 0
+        self.shares = torch.zeros(2, dtype=torch.float64)
+        """What this rank contributed to the last vote: the squares of its gradients, its part of the loss."""
         self.compute_dtype = compute_dtype(config, self.device)
         self.types = EXACT if self.compute_dtype == torch.float64 else StateTypes()
         self.parameters = config_parameters(config, mesh.shape)
@@ -120,6 +124,11 @@ class Engine:
         return next(iter(self.passes.modules.values()))
 
     @property
+    def layout(self) -> str:
+        """The layout in words, as checkpoints remember it."""
+        return str(self.mesh.shape)
+
+    @property
     def _bucket_bytes(self) -> float:
         return self.config.parallel.bucket_mib * 2**20
 
@@ -145,6 +154,10 @@ class Engine:
         shape, types = self.mesh.shape, self.types
         return array_specs(self.parameters, shape, bucket_bytes=self._bucket_bytes, types=types, shards=self.shards)
 
+    def differing(self, before: torch.Tensor) -> tuple[int, ...]:
+        """The ranks whose `shares` are not bit for bit what they were (`before`)."""
+        return differing(self.mesh, before, self.shares)
+
     def after_load(self) -> None:
         """Once masters and moments are in place: derive the weights from the masters, everywhere."""
         self.optimizer.publish()
@@ -160,8 +173,12 @@ class Engine:
             progress=self.progress,
         )
 
-    def train_step(self, *, step: int, first_sequence: int, flags: Flags | None = None) -> StepResult:
-        """Do update number `step`, the one after the state's, on the global batch that starts at `first_sequence`."""
+    def train_step(
+        self, *, step: int, first_sequence: int, flags: Flags | None = None, norm_limit: float = math.inf
+    ) -> StepResult:
+        """Do update number `step`, the one after the state's, on the global batch that starts at `first_sequence`; a gradient
+        norm above `norm_limit` is not applied, as one that is not finite.
+        """
         if step != self.step + 1:
             raise ValueError(f"asked for update {step}, but the state is that after update {self.step}")
         clock = self.mesh.clock
@@ -177,7 +194,8 @@ class Engine:
             squares = self.optimizer.sum_of_squares()
             outcome = vote(self.mesh, squares=squares, loss=loss, flags=flags or Flags(), exact=self.types is EXACT)
         self.after_vote()
-        return self._finish(outcome, tokens, sequences)
+        self.shares = torch.stack([squares.double(), loss.double()])
+        return self._finish(outcome, tokens, sequences, apply=outcome.is_finite and outcome.norm <= norm_limit)
 
     def _accumulate_gradients(self, first_sequence: int, count: int) -> tuple[torch.Tensor, int]:
         """All my micro-batches; my share of the loss (tp ranks know the same one), and the valid tokens of all replicas, which
@@ -198,11 +216,11 @@ class Engine:
         arrays = self.dataset.sequences(first, count)
         return Sequences.of(arrays, self.device, document_mask=self.config.data.document_mask)
 
-    def _finish(self, outcome: Vote, tokens: int, sequences: int) -> StepResult:
+    def _finish(self, outcome: Vote, tokens: int, sequences: int, *, apply: bool) -> StepResult:
         """Update or skip; either way the step counts, so that a resumed run needs no second counter."""
         config, number = self.config, self.step + 1
         lr = learning_rate(number, schedule=config.schedule, peak=config.optimizer.lr, total=config.run.steps)
-        if outcome.is_finite:
+        if apply:
             self.progress("update", 0)
             with self.mesh.clock.during(COMPUTE):
                 self.optimizer.update(
@@ -220,7 +238,7 @@ class Engine:
             tokens=tokens,
             sequences=sequences,
             lr=lr,
-            applied=outcome.is_finite,
+            applied=apply,
             flags=outcome.flags,
         )
 

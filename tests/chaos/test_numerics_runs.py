@@ -8,7 +8,7 @@ import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
-from recovery.events import AttemptStarted, EpochTaken, InterruptionClassified, Suspected, steps_of
+from recovery.events import AttemptStarted, EpochTaken, InterruptionClassified, PlaceLost, Suspected, steps_of
 from storage.objects import open_store
 from storage.run import RunStore
 from tests.chaos.test_kills import check_same_end, fault
@@ -65,3 +65,34 @@ def test_a_flipped_bit_that_nobody_saw_is_found_when_its_steps_are_done_again(
     assert code == ExitCode.DONE, output
     assert stored_digests(run.url) == (run.steps, unbroken)
     assert any("step 11 was done again and its loss differs" in e.reason for e in run.events() if isinstance(e, Suspected))
+
+
+def test_a_flipped_bit_is_found_before_it_is_applied_and_names_its_rank(
+    tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    """The gradient norm is far above the usual: the step is done again, and one rank's share is not what it was."""
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault("gradients", 22, kind="flip"))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == ExitCode.DONE, output
+    check_same_end(run, unbroken)
+    (suspected,) = [event for event in run.events() if isinstance(event, Suspected)]
+    assert suspected.rank == 1
+    assert "silent corruption; rank 1 computed something else" in suspected.reason
+    assert sum(isinstance(event, AttemptStarted) for event in run.events()) == 1, "two places: the breaker keeps both"
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_wrongly_is_left_out(tmp_path: Path, corpus: str) -> None:
+    extra = fault("gradients", 22, kind="flip").replace("rank = 1", "rank = 2")
+    run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4, micro_batch=1, extra=extra, steps=40)
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == ExitCode.DONE, output
+    told = run.events()
+    (lost,) = [event for event in told if isinstance(event, PlaceLost)]
+    assert lost.slot == 2
+    assert lost.reason.startswith("silent_corruption: step 22 had a gradient norm of")
+    assert [event.ranks for event in told if isinstance(event, AttemptStarted)] == [4, 3]
+    steps = [record.step for event in told for record in steps_of(event)]
+    assert steps == list(range(1, 41)), "a step was done twice in the history"

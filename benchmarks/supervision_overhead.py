@@ -1,0 +1,244 @@
+"""What supervision costs: heartbeats, a snapshot into memory every 10 steps, metrics and ledger, against nothing of the kind.
+
+Two runs of the same model, data and seed live side by side and never work at the same time: one is stopped (SIGSTOP, all of its
+processes) while the other does a block of steps, in turns. A block is ten steps, which is one snapshot. Each pair of blocks
+gives one ratio of CPU seconds per step and one of wall seconds, and a pair is over in seconds, so that a machine that changes
+its speed changes both sides alike.
+
+    ours    `ftrain run`: its parent, coordinator, agent, zygote, keeper and workers, all of them counted
+    none    two processes with the same engine, which do steps and nothing else (benchmarks.overhead_rank)
+
+CPU seconds are those of the kernel's clock of each process, in ns. `ratio` is the upper end of the one-sided 95 % confidence
+interval of the median of the ratios, by order statistics: no assumption about how they are distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import common
+
+STEPS = 10  # of a block: one snapshot
+RANKS = 2
+POLL_S = 0.001
+START_S = 300.0
+BLOCK_S = 300.0
+WARM_STEPS = 12
+CONFIG = """
+run = {{ url = "{url}", steps = 100000000, seed = {seed} }}
+model = {{ layers = 4, hidden = 128, heads = 4, ffn = 344, vocab = 257 }}
+data = {{ sources = [{{ path = "stdlib" }}], seq_len = {seq_len} }}
+batch = {{ global_batch = 16, micro_batch = 8 }}
+parallel = {{ ranks = {ranks} }}
+optimizer = {{ lr = 1e-4 }}
+schedule = {{ kind = "constant" }}
+checkpoint = {{ snapshot_steps = 10, every_steps = 0 }}
+machine = {{ device = "cpu" }}
+recovery = {{ hang_s = 100000, hang_floor_s = 100000, start_s = 100000, lease_s = 100000, collective_s = 50000 }}
+"""
+
+
+class Side(ABC):
+    """A run that is stopped and goes on as a whole."""
+
+    @abstractmethod
+    def processes(self) -> list[int]:
+        """All of its processes that live."""
+
+    @abstractmethod
+    def steps(self) -> int:
+        """Finished steps."""
+
+    def signal(self, number: int) -> None:
+        """To all of them."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait_for(self, step: int, limit_s: float) -> None:
+        """Until a step is finished."""
+        deadline = time.monotonic() + limit_s
+        while self.steps() < step:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{type(self).__name__}: step {step} is not finished within {limit_s:g} s")
+            time.sleep(POLL_S)
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Let it do so many steps: CPU and wall seconds of one. Measured from the end of a step to the end of a step."""
+        self.signal(signal.SIGCONT)
+        try:
+            first = self.steps() + 1
+            self.wait_for(first, BLOCK_S)
+            cpu, wall = cpu_s(self.processes()), time.perf_counter()
+            begun = self.steps()
+            self.wait_for(begun + steps, BLOCK_S)
+            done = self.steps() - begun
+            return (cpu_s(self.processes()) - cpu) / done, (time.perf_counter() - wall) / done
+        finally:
+            self.signal(signal.SIGSTOP)
+
+
+class Ours(Side):
+    """`ftrain run`, with all that comes along."""
+
+    def __init__(self, folder: Path, config: Path, log: Path) -> None:
+        self._metrics = folder / "run" / "local" / "metrics.jsonl"
+        self._end, self._lines = 0, 0
+        with log.open("wb") as out:
+            argv = [sys.executable, "-P", "-m", "ftrain.cli.entry", "run", str(config)]
+            self._parent = subprocess.Popen(argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment())
+
+    def processes(self) -> list[int]:
+        if self._parent.poll() is not None:
+            raise RuntimeError("ftrain run has ended")
+        parent = psutil.Process(self._parent.pid)
+        return [parent.pid, *(child.pid for child in parent.children(recursive=True))]
+
+    def steps(self) -> int:
+        """Lines of the metrics file; only what is new is read."""
+        with contextlib.suppress(FileNotFoundError), self._metrics.open("rb") as file:
+            file.seek(self._end)
+            new = file.read()
+            self._end += len(new)
+            self._lines += new.count(b'"t_end"') if b"\n" in new else 0
+        return self._lines
+
+
+class Bare(Side):
+    """The ranks alone."""
+
+    def __init__(self, folder: Path, config: Path, log: Path) -> None:
+        self._page = folder / "page"
+        self._page.write_bytes(bytes(8))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with log.open("wb") as out:
+            self._ranks = [
+                subprocess.Popen(
+                    common.python("benchmarks.overhead_rank", str(config), str(rank), str(port), str(self._page)),
+                    stdout=out,
+                    stderr=out,
+                    stdin=subprocess.DEVNULL,
+                    env=environment(),
+                )
+                for rank in range(RANKS)
+            ]
+
+    def processes(self) -> list[int]:
+        if any(rank.poll() is not None for rank in self._ranks):
+            raise RuntimeError("a bare rank has ended")
+        return [rank.pid for rank in self._ranks]
+
+    def steps(self) -> int:
+        return int(struct.unpack("<q", self._page.read_bytes())[0])
+
+
+def environment() -> dict[str, str]:
+    """Of both sides."""
+    return {**os.environ, **common.environment()}
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds that processes have used so far, by the kernel's clock of each (clock_getcpuclockid)."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            total += time.clock_gettime(~pid << 3 | 2)
+    return total
+
+
+@contextmanager
+def both(folder: Path, seed: int, seq_len: int) -> Iterator[tuple[Side, Side]]:
+    """The two runs, warm and stopped; nothing of them is left at the end."""
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(url=folder / "run", seed=seed, ranks=RANKS, seq_len=seq_len))
+    sides: list[Side] = []
+    try:
+        for kind in (Ours, Bare):
+            sides.append(kind(folder, config, folder / f"{kind.__name__}.log"))
+            sides[-1].wait_for(WARM_STEPS, START_S)
+            sides[-1].signal(signal.SIGSTOP)
+        yield sides[0], sides[1]
+    except RuntimeError as error:
+        logs = "".join(path.read_text(errors="replace")[-1500:] for path in folder.glob("*.log"))
+        raise RuntimeError(f"{error}\n{logs}") from error
+    finally:
+        for side in sides:
+            with contextlib.suppress(RuntimeError):
+                side.signal(signal.SIGKILL)
+
+
+def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
+    """Upper end of the one-sided confidence interval of the median: the smallest order statistic that lies above it with
+    `confidence`, whatever the distribution (the number of values below the median is binomial).
+    """
+    ordered, below = sorted(values), 0.0
+    for rank, value in enumerate(ordered):
+        below += math.comb(len(ordered), rank) / 2 ** len(ordered)
+        if below >= confidence:
+            return value
+    return ordered[-1]
+
+
+def run(folder: Path, *, rounds: int, seed: int, seq_len: int, steps: int) -> dict[str, Any]:
+    """The whole benchmark; the result as it is printed."""
+    machine = common.Machine()
+    measured: dict[str, list[tuple[float, float]]] = {"ours": [], "none": []}
+    with both(folder, seed, seq_len) as (ours, bare):
+        for number in range(rounds):
+            turns = [("ours", ours), ("none", bare)]
+            for name, side in turns if number % 2 == 0 else reversed(turns):
+                measured[name].append(side.block(steps))
+    pairs = list(zip(measured["ours"], measured["none"], strict=True))
+    cpu = [with_[0] / without[0] for with_, without in pairs]
+    wall = [with_[1] / without[1] for with_, without in pairs]
+    return {
+        "ratio": round(upper_bound(cpu), 4),
+        "ratio_median": round(common.median(cpu) or 0.0, 4),
+        "wall_ratio": round(upper_bound(wall), 4),
+        "wall_ratio_median": round(common.median(wall) or 0.0, 4),
+        "step_s": round(common.median([without[1] for _, without in pairs]) or 0.0, 4),
+        "cpu_s_per_step": {
+            name: round(common.median([cpu for cpu, _ in blocks]) or 0.0, 5) for name, blocks in measured.items()
+        },
+        "blocks": rounds,
+        "steps_per_block": steps,
+        "cpu_ratios": [round(value, 4) for value in cpu],
+        "wall_ratios": [round(value, 4) for value in wall],
+        "machine": machine.record(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = common.options(__doc__.splitlines()[0], rounds=30).parse_args(argv)
+    with common.scratch(args.dir) as folder:
+        result = run(
+            folder,
+            rounds=2 if args.tiny else args.rounds,
+            seed=args.seed,
+            seq_len=32 if args.tiny else 128,
+            steps=2 if args.tiny else STEPS,
+        )
+    names = ("step_s", "ratio_median", "ratio", "wall_ratio_median", "wall_ratio")
+    common.emit(result, quiet=args.json, rows=[(name, result[name]) for name in names])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
