@@ -48,7 +48,7 @@ from storage.traffic import configure
 
 log = logging.getLogger("ftrain.keeper")
 
-POLL_S = 0.05
+POLL_S = 0.01
 LONGEST_POLL_S = 1.0
 ATTEMPT = 0
 RECORD_LIMIT_S = 60.0

@@ -264,9 +264,16 @@ def test_a_rule_that_does_not_apply_is_a_problem() -> None:
     assert "only lists can be dealt out anew" in binder.problems[1]
 
 
-def test_importing_and_reporting_progress_need_no_torch() -> None:
-    code = "import sys, ftrain; assert ftrain.progress(1) is False; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ftrain; assert ftrain.progress(1) is False",
+        "import ftrain.compose.supervise, ftrain.cli.supervise",
+        "import ftrain.checkpoint.script_keeper",
+    ],
+)
+def test_progress_supervisor_and_keeper_need_no_torch(code: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import sys; {code}; assert 'torch' not in sys.modules"], check=True, cwd="/")
 
 
 @pytest.mark.parametrize("package", ["storage", "recovery"])
