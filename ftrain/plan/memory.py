@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ftrain.parallel.schedule import rank_of
+from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan import state
 from ftrain.plan.activations import (
     head_bytes,
@@ -177,13 +178,13 @@ def answer(setup: Setup) -> Answer:
 
 
 def _inner_groups(setup: Setup) -> tuple[str, ...]:
-    """HFSDP wants its inner group on fast links; where TP fills the server, there is no room for it."""
+    """Inner groups want fast links; where TP fills the server, there is no room for them."""
     mesh, inner = setup.mesh, setup.options.inner
-    if setup.options.sharding != "hfsdp":
+    if setup.options.sharding not in ("hsdp", "hfsdp"):
         return ()
-    if mesh.dp % inner:
-        raise ValueError(f"--inner {inner}: wanted a divisor of DP = {mesh.dp}")
-    distance = mesh.group(0, ("dp",))[1] if mesh.dp > 1 else 1
+    if mesh.shards % inner:
+        raise ValueError(f"--inner {inner}: wanted a divisor of DP x CP = {mesh.dp} x {mesh.cp}")
+    distance = mesh.group(0, SHARD_AXES)[1] if mesh.shards > 1 else 1
     span, gpus = distance * inner, setup.profile.server.gpus
     if span <= gpus:
         return ()

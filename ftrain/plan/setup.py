@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from ftrain.combinations import head_dim, kv_heads, num_chunks
-from ftrain.config import Config
+from ftrain.config import Config, Sharding
 from ftrain.load import num_parameters
 from ftrain.parallel.partition import partition_layers
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, Placement, rank_of, require_groups
@@ -21,7 +21,6 @@ from ftrain.parallel.shape import MeshShape, mesh_shape
 from ftrain.plan.profile import Profile
 
 Recompute = Literal["none", "selective", "full"]
-Sharding = Literal["zero1", "fsdp", "hfsdp"]
 
 # What the figures' sources are called in full, in one place.
 DOC_A = "founding document A (500B plan)"
@@ -42,7 +41,7 @@ class Options:
     recompute: Recompute = "none"
     sharding: Sharding = "zero1"
     inner: int = 1
-    """HFSDP: members of the inner group, which shares weights and gradients."""
+    """HSDP, HFSDP: members of the inner group, which shares weights and gradients."""
     overlap: bool = False
     """Gradient reduction and parameter gathering hidden behind compute; off by default, as in Megatron Core 0.19.2."""
     params: int = 0
@@ -60,7 +59,7 @@ class Options:
 def options_of(
     config: Config, *, schedule: str = "", chunks: int = 0, recompute: str | None = None, overlap: bool = False, **given: Any
 ) -> Options:
-    """What the config says of schedule, virtual stages, recompute and overlap, where nothing else was asked for.
+    """What the config says of schedule, virtual stages, recompute, sharding and overlap, where nothing else was asked for.
 
     Another schedule than the config's is asked for with its own number of virtual stages; the config's belongs to its own.
     """
@@ -70,6 +69,8 @@ def options_of(
         chunks = num_chunks(config) if name == own == "interleaved" else 1
     both = config.parallel.overlap_reduce and config.parallel.overlap_gather
     policy = cast(Recompute, recompute or config.parallel.recompute)
+    given["sharding"] = given.get("sharding") or config.parallel.sharding
+    given["inner"] = given.get("inner") or config.parallel.fsdp_inner
     return Options(schedule=name, chunks=chunks, recompute=policy, overlap=overlap or both, **given)
 
 

@@ -28,7 +28,8 @@ def shares(setup: Setup) -> dict[str, int]:
     if options.sharding == "zero1":
         return {"weights": 1, "gradients": 1, "master": mesh.shards, "moments": mesh.shards}
     inner = mesh.shards if options.sharding == "fsdp" else options.inner
-    return {"weights": inner, "gradients": inner, "master": mesh.shards, "moments": mesh.shards}
+    outer = inner if options.sharding == "hsdp" else mesh.shards
+    return {"weights": inner, "gradients": inner, "master": outer, "moments": outer}
 
 
 def bytes_per_param(split: dict[str, int]) -> Fraction:
@@ -101,7 +102,8 @@ def per_card(setup: Setup) -> Section:
 
 
 def _rule(setup: Setup) -> str:
-    rules = {"zero1": "6 + 12/d", "fsdp": "18/d", "hfsdp": f"6/{setup.options.inner} + 12/d"}
+    inner = setup.options.inner
+    rules = {"zero1": "6 + 12/d", "fsdp": "18/d", "hsdp": f"18/{inner}", "hfsdp": f"6/{inner} + 12/d"}
     return rules[setup.options.sharding]
 
 

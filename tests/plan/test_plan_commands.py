@@ -75,7 +75,7 @@ def test_the_planner_imports_no_torch_and_no_zarr() -> None:
         (["memory", "none.toml"], "cannot be read"),
         (["memory", "CONFIG", "--hardware", "h900"], "give one of a100, b200, h100"),
         (["memory", "CONFIG", "--set", "parallel.tp=3"], "a divisor of model.heads"),
-        (["memory", "CONFIG", "--sharding", "hfsdp", "--inner", "3"], "wanted a divisor of DP = 64"),
+        (["memory", "CONFIG", "--sharding", "hfsdp", "--inner", "3"], "wanted a divisor of DP x CP = 64 x 1"),
         (["schedule", "CONFIG", "--schedule", "2f2b"], "no schedule is called '2f2b'"),
         (["schedule", "CONFIG", "--stages", "64", "--microbatches", "512", "--svg", "x.svg"], "fewer --microbatches"),
         (["explain", "CONFIG", "--rank", "64"], "ranks 0 to 63"),

@@ -11,11 +11,12 @@ from ftrain.load import load, num_parameters
 from ftrain.parallel.layout import local_box, parameters
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, build, peak_in_flight
 from ftrain.parallel.shape import Coordinate
-from ftrain.plan import cost, memory, profile
+from ftrain.parallel.shards import Shards
+from ftrain.plan import cost, memory, profile, state
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
 from ftrain.plan.params import replicated, shards
 from ftrain.plan.schedule import bubble_of_compute, timeline
-from ftrain.plan.setup import Options, Setup
+from ftrain.plan.setup import Options, Setup, options_of
 from ftrain.plan.volume import half_ring, ring, volumes
 
 
@@ -145,3 +146,19 @@ def test_model_flops_are_six_per_matrix_parameter_and_token() -> None:
     assert cost.token_flops(plan) == 6 * matrices + attention
     assert cost.token_flops(plan, causal=False) == 6 * matrices + 2 * attention
     assert sum(cost.stage_flops(plan)) * plan.mesh.tp == 8192 * cost.token_flops(plan)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "inner", "shares"),
+    [("zero1", 1, (1, 1, 16, 16)), ("fsdp", 1, (16,) * 4), ("hsdp", 4, (4,) * 4), ("hfsdp", 4, (4, 4, 16, 16))],
+)
+def test_the_config_says_what_replicas_share(sharding: str, inner: int, shares: tuple[int, ...]) -> None:
+    """DP 8 x CP 2 in llama3-8b on 16 ranks: 16 replicas, as the engine counts them."""
+    overrides = ["parallel.ranks=16", "parallel.tp=1", "parallel.pp=1", "parallel.cp=2", f"parallel.sharding={sharding}"]
+    config = load(str(ROOT / "configs" / "llama3-8b.toml"), [*overrides, f"parallel.fsdp_inner={inner}"])
+    planned = Setup(config=config, profile=profile.load("h100"), options=options_of(config))
+    assert tuple(state.shares(planned).values()) == shares
+    engine = Shards.of(planned.mesh, config.parallel)
+    if engine is not None:
+        cut = engine.inner, engine.inner * (engine.outer if engine.split else 1)
+        assert cut == (shares[0], shares[3])
