@@ -85,7 +85,9 @@ def _illegal(config: Config) -> bool:
 
 
 def _cut(config: Config, *, tp: int, pp: int, ranks: int) -> Config:
-    """The same training under another cut. What only fits the present number of stages is left to its default."""
+    """The same training under another cut. What only fits the present number of stages is left to its default, and FSDP, whose
+    replicas must have equal shares, makes way for ZeRO-1 where they cannot: the same function, the same arrays.
+    """
     parallel = config.parallel
     same = pp == parallel.pp
     other = structs.replace(
@@ -102,7 +104,13 @@ def _cut(config: Config, *, tp: int, pp: int, ranks: int) -> Config:
     if _illegal(changed) and other.schedule != "1f1b":
         plain = structs.replace(other, schedule="1f1b", virtual_stages=1, layer_counts=())
         changed = structs.replace(config, parallel=plain)
+    if changed.parallel.sharding != "zero1" and _illegal(changed):
+        return _cut(_with_zero1(config), tp=tp, pp=pp, ranks=ranks)
     return changed
+
+
+def _with_zero1(config: Config) -> Config:
+    return structs.replace(config, parallel=structs.replace(config.parallel, sharding="zero1", fsdp_inner=1))
 
 
 def _distance(config: Config, other: Config) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from ftrain.model import attention, init, transformer
-from ftrain.parallel import context, mesh, ops, optimizer, weight
+from ftrain.parallel import context, fsdp, mesh, ops, optimizer, weight
 from ftrain.train import passes, step
 
 DEFECTS = {}
@@ -272,6 +272,38 @@ def documents_of_the_wrong_positions():
         return original(self._replace(k_pos=(range(sum(map(len, self.k_pos))),)), whole)
 
     with patched(attention.Block, "documents", documents):
+        yield
+
+
+@defect("dp=2,sharding=fsdp", r"layers\.1\.mlp\.w2")
+def fsdp_divides_by_the_replicas():
+    """What `fully_shard` does unless told otherwise; gradients are divided by the tokens of all replicas already."""
+    with patch.object(fsdp.FSDPModule, "set_gradient_divide_factor", lambda self, factor: None):
+        yield
+
+
+@defect("dp=2,sharding=fsdp", r"layers\.\d\.mlp\.w[123]", mode="fp32")
+def fsdp_computes_with_the_masters():
+    """As `fully_shard` with fp32 parameters does: better weights, and another function."""
+    with patched(fsdp.FullyShardedAdamW, "_round_on_use", lambda original, self, parameter: None):
+        yield
+
+
+@defect("dp=4,sharding=hfsdp,fsdp_inner=2", r"layers\.1\.mlp\.w2", what="weights")
+def outer_group_is_not_told():
+    """Rows that another group has updated stay what they were."""
+
+    def update(original, self, **options):
+        with patched(fsdp.FullyShardedAdamW, "_exchange", lambda original, self: None):
+            original(self, **options)
+
+    with patched(fsdp.FullyShardedAdamW, "update", update):
+        yield
+
+
+@defect("tp=2,dp=2,sharding=fsdp", r"layers\.0\.attention_norm")
+def fsdp_forgets_the_tensor_parallel_sums():
+    with patched(fsdp.FullyShardedAdamW, "reduce_twins", lambda original, self: None):
         yield
 
 

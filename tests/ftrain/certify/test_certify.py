@@ -73,6 +73,16 @@ def test_a_rank_that_raises_fails_its_layout_only(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_state_goes_from_layout_to_layout_and_training_goes_on():
+    """Each loads what the one before it saved, digests equal, and updates like one process."""
+    ring = ["tp=2,pp=2", "dp=2,sharding=fsdp", "dp=3,sharding=fsdp", "dp=4,cp=2", "cp=4,cp_exchange=ring"]
+    done = called("--layouts", ";".join(ring), "--set", "batch.global_batch=12", "--modes", "fp64", "--steps", "1", "--json")
+    assert done.exit_code == 0, done.output
+    assert msgspec.json.decode(done.stdout, type=Certificate).ring == [*ring, "one process"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 def test_the_shipped_list_holds():
     done = CliRunner().invoke(certify, [CONFIG])
     assert done.exit_code == 0, done.output
