@@ -278,6 +278,14 @@ class Checkpoint(Section, frozen=True, kw_only=True):
             extra=FREE,
         ),
     ] = False
+    weights: Annotated[
+        bool,
+        Meta(
+            description="store the weights besides the masters that they are rounded from: 2 of 14 bytes a parameter. Without "
+            "them every load, sample and export rounds the masters, and gets the same bits",
+            extra=FREE,
+        ),
+    ] = True
     if_busy: Annotated[
         Literal["wait", "skip", "fail"],
         Meta(description="what a save does while the previous upload still runs", extra=FREE),

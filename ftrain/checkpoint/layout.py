@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ftrain.checkpoint.arena import slot_nbytes
 from ftrain.config import Config
-from ftrain.parallel.arrays import EXACT, SLOTS, StateTypes, array_specs
+from ftrain.parallel.arrays import EXACT, SLOTS, WEIGHTS, StateTypes, array_specs
 from ftrain.parallel.buckets import plan_buckets, state_boxes
 from ftrain.parallel.shape import Coordinate, MeshShape, mesh_shape
 from ftrain.parallel.shards import Shards
@@ -43,7 +43,8 @@ class _Planner:
         self._bucket_bytes = config.parallel.bucket_mib * 2**20
         self._shards = Shards.of(self.mesh, config.parallel)
         arrays = array_specs(self._specs, self.mesh, bucket_bytes=self._bucket_bytes, types=types, shards=self._shards)
-        self._arrays = {spec.name: spec for spec in arrays}
+        self._slots = [slot for slot in SLOTS if slot != WEIGHTS or config.checkpoint.weights]
+        self._arrays = {spec.name: spec for spec in arrays if spec.name.partition("/")[0] in self._slots}
 
     def layout(self, coordinate: Coordinate) -> PackLayout:
         if self._shards is not None:
@@ -51,5 +52,5 @@ class _Planner:
         else:
             buckets = plan_buckets(self._specs, self.mesh, coordinate, bucket_bytes=self._bucket_bytes)
             owned = state_boxes(buckets, self.mesh, coordinate)
-        boxes = [(f"{slot}/{name}", box) for name, box in owned for slot in SLOTS]
+        boxes = [(f"{slot}/{name}", box) for name, box in owned for slot in self._slots]
         return replace(plan_pack(self._arrays, boxes), specs=self._arrays)

@@ -8,7 +8,7 @@ chunk's crc32c, and where the manifest has digests, the layout-free digest of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
 from ftrain.checkpoint.memory import ArenaStore, MemorySnapshot, newest_snapshot, snapshot_manifest
-from ftrain.parallel.arrays import StatePiece
+from ftrain.parallel.arrays import WEIGHTS, StatePiece
 from storage.checkpoint import Checkpoint
 from storage.digest import digest_box, digest_part
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
@@ -141,7 +141,7 @@ def _digests_of(mine: Sequence[ArenaSlot], engine: Restorable) -> dict[str, int]
         specs = {spec.name: spec for spec in table.specs}
         for part in table.parts:
             totals[part.array] = (totals[part.array] + digest_part(payload, specs[part.array], part)) % 2**64
-    return _summed(totals)
+    return {name: total for name, total in _summed(totals).items() if total or not is_weights(name)}  # they may be left out
 
 
 def _from_local(engine: Restorable, run: RunStore, step: int) -> Restored | str:
@@ -216,7 +216,7 @@ def attempt(action: Callable[[], None]) -> str | None:
 def load_pieces(engine: Restorable, checkpoint: Checkpoint) -> None:
     """Fill the engine's pieces. Weights are not read: they are the rounded masters, by the format's invariant."""
     _check_shapes(engine.array_specs(), checkpoint.manifest)
-    pieces = [piece for piece in engine.pieces() if not piece.array.startswith("weights/")]
+    pieces = [piece for piece in engine.pieces() if not is_weights(piece.array)]
     for some in _batches(pieces):
         hosts = [piece.tensor.detach().cpu() for piece in some]  # the tensor itself on CPU
         checkpoint.load([Want(p.array, p.box, _view(host.reshape(p.box.shape))) for p, host in zip(some, hosts, strict=True)])
@@ -241,9 +241,20 @@ def _batches(pieces: Sequence[StatePiece]) -> Iterator[Sequence[StatePiece]]:
     yield batch
 
 
+def is_weights(array: str) -> bool:
+    """Whether an array holds weights, which follow from the masters."""
+    return array.startswith(f"{WEIGHTS}/")
+
+
+def needed(specs: Sequence[ArraySpec], stored: Collection[str]) -> list[ArraySpec]:
+    """What a checkpoint with the arrays `stored` must hold: weights are left out all together, or not at all."""
+    without = not any(is_weights(name) for name in stored)
+    return [spec for spec in specs if not (without and is_weights(spec.name))]
+
+
 def _check_shapes(specs: Sequence[ArraySpec], manifest: Manifest) -> None:
     stored = {spec.name: spec for spec in manifest.arrays}
-    problems = [f"{spec.name} is missing" for spec in specs if spec.name not in stored]
+    problems = [f"{spec.name} is missing" for spec in needed(specs, stored) if spec.name not in stored]
     problems += [f"{name} is extra" for name in sorted(set(stored) - {spec.name for spec in specs})]
     problems += [
         f"{spec.name} is {stored[spec.name].dtype} {tuple(stored[spec.name].shape)}, wanted {spec.dtype} {tuple(spec.shape)}"

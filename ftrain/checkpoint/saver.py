@@ -120,7 +120,8 @@ class Saver:
             raise RuntimeError(f"no arena slot is free at step {step}: wait_until_free was not called")
         pairs = self._pairs[index]
         if pairs is None:
-            pairs = self._pairs[index] = copy_pairs(self._payloads[index], self._layout, pieces)
+            stored = [piece for piece in pieces if piece.array in self._layout.specs]  # weights may be left out
+            pairs = self._pairs[index] = copy_pairs(self._payloads[index], self._layout, stored)
         record = msgspec.json.encode(progress)
         if self._pool is None:
             self._fill(index, pairs, step, upload, record)

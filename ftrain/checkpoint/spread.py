@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotState
 from ftrain.checkpoint.memory import ArenaStore, pack_manifest
-from ftrain.checkpoint.restore import Restorable, Restored, agreed, attempt, load_pieces
+from ftrain.checkpoint.restore import Restorable, Restored, agreed, attempt, load_pieces, needed
 from storage.checkpoint import Checkpoint
 from storage.errors import CoverageError
 from storage.merge import join
@@ -66,7 +66,7 @@ def from_spread_memory(
             attempt=number,
             progress=here[own].progress(),
             created_s=0.0,
-            expected=engine.array_specs(),
+            expected=needed(engine.array_specs(), [spec.name for spec in here[own].table().specs]),
         )
         if problems:
             raise CoverageError("; ".join(problems), problems=problems)

@@ -105,7 +105,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     import math
 
     manifest = checkpoint.manifest
-    parameters = sum(math.prod(spec.shape) for spec in manifest.arrays if spec.name.startswith("weights/"))
+    counted = "weights/" if any(spec.name.startswith("weights/") for spec in manifest.arrays) else "master/"
+    parameters = sum(math.prod(spec.shape) for spec in manifest.arrays if spec.name.startswith(counted))
     nbytes = sum(pack.nbytes for pack in manifest.packs)
     return {
         "step": manifest.step,

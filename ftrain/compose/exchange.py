@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from ftrain.compose.paths import absolute_url
+from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
 from ftrain.load import load
 from ftrain.model.names import UnknownModelError, hugging_face_config, hugging_face_name, model_of_config, our_names
@@ -66,10 +67,11 @@ def export(
 
 
 def _outgoing(checkpoint: Checkpoint, *, dtype: str, state: bool) -> Iterator[Tensor]:
-    first = MASTER if dtype == "float32" else WEIGHTS
+    if dtype != "float32":
+        yield from (replace(tensor, name=hugging_face_name(tensor.name)) for tensor in weights_of(checkpoint))
     for name in checkpoint.names:
         slot, _, parameter = name.partition("/")
-        if slot == first:
+        if slot == MASTER and dtype == "float32":
             yield from_checkpoint(checkpoint, name, hugging_face_name(parameter))
         if state and slot in SLOTS and slot != WEIGHTS:
             yield from_checkpoint(checkpoint, name, f"{slot}/{hugging_face_name(parameter)}")

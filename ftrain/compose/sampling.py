@@ -6,7 +6,9 @@ import itertools
 from typing import TYPE_CHECKING
 
 from ftrain.compose.stores import opened_run
+from ftrain.compose.weights import weights_of
 from ftrain.config import Config
+from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
 
@@ -34,10 +36,9 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     import torch
 
     found = {}
-    for spec in checkpoint.manifest.arrays:
-        if spec.name.startswith("weights/"):
-            values = torch.from_numpy(checkpoint.read(spec.name).view(f"i{spec.itemsize}"))
-            found[spec.name.removeprefix("weights/")] = values.view(getattr(torch, spec.dtype))
+    for tensor in weights_of(checkpoint):
+        bits = tensor.read(Box.whole(tensor.shape))
+        found[tensor.name] = torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, tensor.dtype))
     return found
 
 

@@ -70,3 +70,23 @@ def test_two_slots_are_enough(point: str, corpus: str, tmp_path: Path, unbroken:
     assert stored_digests(run.url) == (run.steps, unbroken)
     ready = [event.step for event in run.events() if isinstance(event, Ready)]
     assert ready == ([0, 9] if point == "copy" else [0, 12])
+
+
+def test_a_run_that_copies_beside_its_steps_and_stores_no_weights_is_the_same_run(
+    corpus: str, tmp_path: Path, unbroken: dict[str, str]
+) -> None:
+    """Killed once, and gone on with from storage in another layout: the state at the end is that of a run that does neither.
+
+    (Report 11 of the cases: a run that resumes from a checkpoint saved asynchronously goes on as from one that was not.)
+    """
+    killed = '[[faults]]\nkind = "kill"\nat = "step"\nstep = 13\nrank = 1\n'
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=killed)
+    assert run.run("--set", "checkpoint.weights=false", "--set", "checkpoint.overlap=true")[0] == 0
+    step, digests = stored_digests(run.url)
+    assert step == run.steps
+    assert digests == {name: value for name, value in unbroken.items() if not name.startswith("weights/")}
+    assert len(digests) * 4 == len(unbroken) * 3
+    again = ("--set", "run.steps=33", "--set", "parallel.ranks=1")
+    code, output = run.run(*again)  # weights are stored from here on
+    assert code == 0, output
+    assert len(stored_digests(run.url)[1]) == len(unbroken)
