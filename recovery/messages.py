@@ -383,20 +383,8 @@ class ToKeeperFromWorker(Message, frozen=True, kw_only=True):
     payload: bytes
 
 
-ToAgent = (
-    Welcome
-    | Ping
-    | Ack
-    | Prepare
-    | Release
-    | StartAttempt
-    | StopWorkers
-    | SetControl
-    | ToKeeper
-    | ToWorker
-    | CollectEvidence
-    | Shutdown
-)
+AttemptCommand = Prepare | Release | StartAttempt | StopWorkers | CollectEvidence | Shutdown
+ToAgent = Welcome | Ping | Ack | AttemptCommand | SetControl | ToKeeper | ToWorker
 ToCoordinator = AgentHello | Numbered | Prepared | PrepareFailed | EvidenceCollected | Pong | Heartbeats | ClientRequest
 FromCoordinatorToClient = ClientReply
 ToZygote = Fork
