@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
 from ftrain.checkpoint.per_rank import PerRank, dealt
@@ -166,7 +167,7 @@ class Binder:
         def apply() -> Any:
             if plain:  # what get_extra_state gave; set_extra_state takes it
                 extra = {name: plain[names.plain(name)]() for name in raw if names.plain(name) in plain}
-                module.load_state_dict(extra, strict=False)
+                set_model_state_dict(module, extra, options=StateDictOptions(strict=False))
             return module
 
         return apply

@@ -24,18 +24,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from ftrain.checkpoint.bind import binder_of
 from ftrain.checkpoint.pieces import Plan, holdings_of, plan, signature
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.record import StateError, merged
+from ftrain.checkpoint.record import merged
 from ftrain.checkpoint.script_link import KeeperLink
-from ftrain.checkpoint.script_messages import RECORD, CommitDone, KeeperStart
+from ftrain.checkpoint.script_load import load_newest
+from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
 from ftrain.supervised import StateStored, reporter
-from storage.catalog import CheckpointState
-from storage.checkpoint import Checkpoint
-from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.objects import ObjectStore, open_store
 from storage.run import RunStore
 
@@ -87,6 +84,7 @@ class Checkpointer:
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
         self._closed = False
+        self._newest, self._saved_any = 0, False
         self.committed: int | None = None
         """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
         self.passed_over: tuple[tuple[int, str], ...] = ()
@@ -102,76 +100,23 @@ class Checkpointer:
         NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
         goes on from here.
         """
-        without: dict[int, str] = {}
-        loaded = 0
-        while (checkpoint := self._choose(step, without)) is not None:
-            problem = self._load(checkpoint, state, strict)
-            if problem is None:
-                loaded = checkpoint.step
-                self.passed_over = tuple(sorted(without.items(), reverse=True))
-                break
-            if step is not None:
-                raise Damaged(f"the checkpoint of step {step} cannot be loaded: {problem}")
-            log.warning("the checkpoint of step %d is passed over: %s", checkpoint.step, problem)
-            without[checkpoint.step] = problem
-        self._take_epoch(loaded if checkpoint is not None else None)
-        self.committed = loaded if checkpoint is not None else None
+        loaded, without = load_newest(self._store, state, self._ranks, step=step, strict=strict)
+        self.passed_over = tuple(sorted(without.items(), reverse=True))
+        self._take_epoch(loaded)
+        self.committed, self._newest, self._saved_any = loaded, loaded or 0, False
         found = reporter()
         if found is not None:
-            found.loaded(loaded)
-        return loaded
-
-    def _choose(self, step: int | None, without: dict[int, str]) -> Checkpoint | None:
-        """The checkpoint all ranks try next, by rank 0's choice; None if there has never been one."""
-        run, mine, refusal = RunStore(self._store), None, ""
-        if self._ranks.rank == 0:
-            try:
-                mine = run.open(step, without=without)
-            except (NoCheckpoint, Damaged, FormatError, ObjectMissing) as error:
-                known = (CheckpointState.VALID, CheckpointState.DAMAGED)
-                nothing = step is None and not any(info.state in known for info in run.checkpoints())
-                refusal = "" if nothing else str(error)
-        said = self._ranks.first_says(msgspec.msgpack.encode((mine.step if mine else -1, refusal)))
-        chosen, refusal = msgspec.msgpack.decode(said, type=tuple[int, str])
-        if refusal:
-            raise NoCheckpoint(refusal)
-        if chosen < 0:
-            return None
-        return mine or run.open(chosen)
-
-    def _load(self, checkpoint: Checkpoint, state: Mapping[str, Any], strict: bool) -> str | None:
-        """Load it; what is wrong with it, or None. Raises StateError on all ranks if the state does not fit."""
-        record = checkpoint.progress.get(RECORD)
-        if record is None:
-            raise StateError(
-                f"{self.url} holds checkpoints of `ftrain run`, not of a Checkpointer: give it a folder of its own"
-            )
-        binder = binder_of(checkpoint, state, self._ranks, strict=strict)
-        apply, problem = None, None
-        try:
-            apply = binder.bind(dict_of(state), record, "")
-        except (StateError, CoverageError) as error:
-            binder.problems.append(str(error))
-        binder.check(self._ranks)
-        try:
-            binder.load()
-        except (Damaged, FormatError, CoverageError, ObjectMissing) as error:
-            problem = str(error)
-        problem = self._ranks.agreed(problem)
-        if problem is not None:
-            return problem
-        wrong = [name for name, value in binder.digests(self._ranks).items() if checkpoint.manifest.digests.get(name) != value]
-        if wrong:
-            return f"what was loaded is not what was saved: the digests differ for {', '.join(sorted(wrong)[:5])}"
-        if apply is not None:
-            apply()
-        return None
+            found.loaded(loaded or 0)
+        return loaded or 0
 
     def _take_epoch(self, starts_from: int | None) -> None:
         """From here on this run's history is what these ranks write."""
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
+        if self._slots is not None:  # they belong to the epoch before
+            self._slots.close()
+            self._slots, self._plan = None, None
         said, problem = b"", None
         if self._ranks.rank == 0:
             try:
@@ -199,6 +144,8 @@ class Checkpointer:
         begin = time.monotonic()
         if self._start.epoch < 0:
             raise SaveError("call load(state) first: it says from where this run goes on, also when there is nothing to load")
+        if step <= self._newest and self._saved_any:
+            raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
         self._hear()
         flat = flatten(state, self._ranks.rank)
         slots = self._ready_for(flat)
@@ -209,6 +156,7 @@ class Checkpointer:
         while not slots.wait_free(1.0):
             self._hear()
         assert self._plan is not None
+        self._newest, self._saved_any = step, True
         name = slots.fill(self._plan.pieces(holdings_of(flat)), step)
         self._link().saved(name, step, msgspec.json.encode(flat.record))
         seconds = time.monotonic() - begin
@@ -314,10 +262,3 @@ class Checkpointer:
                 self._slots = None
             self._ranks.close()
             self._store.close()
-
-
-def dict_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state itself: it is filled in place, so it must be a dict. Raises StateError."""
-    if not isinstance(state, dict):
-        raise StateError(f"the state is a {type(state).__name__}; a dict with text keys is wanted")
-    return state

@@ -139,10 +139,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, word
 
 
 def finals(run_folder: Path) -> tuple[int, dict[str, int]]:
-    """Newest step and its digests, recomputed from storage."""
+    """Newest step and its digests, recomputed from storage; NumPy's generator, which the script never seeds, apart."""
     checkpoint = RunStore(LocalStore(str(run_folder))).open()
     assert checkpoint.verify().ok
-    return checkpoint.step, checkpoint.manifest.digests
+    return checkpoint.step, {name: value for name, value in checkpoint.manifest.digests.items() if "/numpy/" not in name}
 
 
 def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -122,6 +122,40 @@ def test_memory_that_moves_is_followed(tmp_path: Path) -> None:
     assert float(run.open(5).read("v").min()) == 9.0
 
 
+class Counts(nn.Linear):
+    """With state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_modules_extra_state_and_going_back(tmp_path: Path) -> None:
+    state = {"model": nn.Sequential(Counts())}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        for step in (1, 2, 3):
+            state["model"][0].calls = step
+            checkpointer.save(step, state)
+        with pytest.raises(ValueError, match="steps grow"):
+            checkpointer.save(3, state)
+        checkpointer.wait()
+        assert checkpointer.load(state, step=1) == 1
+        assert state["model"][0].calls == 1
+        state["model"][0].calls = 20
+        checkpointer.save(2, state)
+    assert [str(info.state) for info in RunStore(LocalStore(str(tmp_path))).checkpoints()] == ["valid", "valid", "fenced"]
+    with open_run(tmp_path) as checkpointer:
+        assert checkpointer.load(state) == 2
+    assert state["model"][0].calls == 20
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_its_history_ends(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1000)}
     with open_run(tmp_path) as checkpointer:
