@@ -49,20 +49,24 @@ def data() -> None:
 @data.command(epilog=_PREPARE_EXAMPLE)
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path())
 @click.option("--out", required=True, metavar="PREFIX", help="Writes PREFIX.bin and PREFIX.idx.")
-@click.option("--tokenizer", default="byte", show_default=True, help="`byte`, or a Hugging Face tokenizer.json.")
-@click.option("--key", default="text", show_default=True, help="Where a JSONL line holds its text.")
+@click.option("--tokenizer", default="byte", show_default=True, help="`byte`, a tokenizer.json, or a .tiktoken file.")
+@click.option("--key", default="text", show_default=True, help="Where a JSONL line or a Parquet row holds its text.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(min=1), help="Processes that tokenise.")
 @click.option("--replace", is_flag=True, help="Replace a pair that is there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, replace: bool, as_json: bool) -> None:
+def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, workers: int, replace: bool, as_json: bool) -> None:
     """Turn text into a token file in Megatron's format.
 
-    An INPUT is a text file (one document), a folder of them (a document each), or a JSONL file (a document a line).
+    An INPUT is a text file (one document), a folder of them (a document each), a JSONL file (a document a line) or a Parquet
+    file (a document a row). Much input, or several workers: the same command goes on after an interruption.
     """
     with _reported():
         if Path(out + ".idx").exists() and not replace:
             raise InputError("is there already; --replace replaces it", out + ".idx")
         with _progress_bar() as progress:
-            report = prepare_tokens(inputs, out, tokenizer=load_tokenizer(tokenizer), progress=progress, key=key)
+            report = prepare_tokens(
+                inputs, out, tokenizer=load_tokenizer(tokenizer), progress=progress, key=key, workers=workers
+            )
     click.echo(json.dumps(_report_data(report)) if as_json else _report_text(report))
 
 
@@ -142,12 +146,15 @@ def _report_data(report: PrepareReport) -> dict[str, Any]:
         "bytes_read": report.bytes_read,
         "dtype": report.dtype,
         "skipped": list(report.skipped),
+        "resumed": report.resumed,
     }
 
 
 def _report_text(report: PrepareReport) -> str:
     read = format_bytes(report.bytes_read)
     text = f"{report.prefix}: {format_count(report.tokens)} tokens ({report.dtype}) in {report.documents} documents from {read}"
+    if report.resumed:
+        text += f"\n{report.resumed} parts were there from an earlier, interrupted preparation"
     if report.skipped:
         shown = ", ".join(report.skipped[:3]) + (", ..." if len(report.skipped) > 3 else "")
         text += f"\npassed over, no text: {len(report.skipped)} files ({shown})"

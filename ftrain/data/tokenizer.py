@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ftrain.data.errors import TokenizerError
 from ftrain.data.sampler import Ints
 
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "</s>", "<EOD>", "[EOS]")
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "</s>", "<EOD>", "[EOS]")
 
 
 class Tokenizer(Protocol):
@@ -65,10 +65,10 @@ class FileTokenizer:
         self.name = path
         self._inner = _open(path)
         self.vocab = int(self._inner.get_vocab_size(with_added_tokens=True))
-        known = [self._inner.token_to_id(name) for name in _END_NAMES]
+        known = [self._inner.token_to_id(name) for name in END_NAMES]
         ends = [number for number in known if number is not None]
         if not ends:
-            raise TokenizerError(f"has no end-of-document token; known names: {', '.join(_END_NAMES)}", path)
+            raise TokenizerError(f"has no end-of-document token; known names: {', '.join(END_NAMES)}", path)
         self.eod = int(ends[0])
 
     def encode(self, text: str) -> Ints:
@@ -82,13 +82,17 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer a config names: `byte`, or the path of a tokenizer.json."""
-    return ByteTokenizer() if name == "byte" else FileTokenizer(name)
+    """The tokenizer a config names: `byte`, the path of a tokenizer.json, or that of a tiktoken file."""
+    from ftrain.data.tiktoken_file import SUFFIXES, TiktokenTokenizer
+
+    if name == "byte":
+        return ByteTokenizer()
+    return TiktokenTokenizer(name) if name.endswith(SUFFIXES) else FileTokenizer(name)
 
 
 def _open(path: str) -> Any:
     if not Path(path).is_file():
-        raise TokenizerError("no such file; a tokenizer is `byte` or a Hugging Face tokenizer.json", path)
+        raise TokenizerError("no such file; a tokenizer is `byte`, a Hugging Face tokenizer.json, or a .tiktoken file", path)
     try:
         import tokenizers
     except ImportError as error:

@@ -78,6 +78,23 @@ class TokenFile:
             raise IndexError(f"{self.prefix}: document {number} of {self.num_documents}")
         return self.tokens(self._document_start(number), self._document_start(number + 1))
 
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The bytes of all tokens, as they lie in the .bin; mapped, not read."""
+        return self._tokens.view(np.uint8)
+
+    @property
+    def sequence_sizes(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence."""
+        sizes: npt.NDArray[np.int32] = self._sizes
+        return sizes
+
+    @property
+    def document_boundaries(self) -> npt.NDArray[np.int64]:
+        """First sequence of each document, then the number of sequences."""
+        boundaries: npt.NDArray[np.int64] = self._documents
+        return boundaries
+
     def document_starts(self, start: int, stop: int) -> Ints:
         """Positions in [start, stop) at which a document begins, ascending; found by bisection, nothing is kept in memory."""
         numbers = range(self.num_documents)

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ftrain.data.errors import DataError
-from ftrain.data.tokens import encode_header, token_dtype
+from ftrain.data.tokens import TokenFile, encode_header, token_dtype
 
+_COPY = 16 << 20  # bytes copied at once
 _MOST_TOKENS = 2**31 - 1  # of one sequence: its size is an int32
 
 
@@ -57,6 +58,19 @@ class TokenWriter:
     def end_document(self) -> None:
         """Closes the current document; what is added next belongs to another one."""
         self._boundaries.append(len(self._sizes))
+
+    def extend(self, file: TokenFile) -> None:
+        """Appends all documents of a token file of the same dtype, its sequences as they are."""
+        if file.dtype != self.dtype:
+            raise DataError(f"holds {file.dtype}, and cannot be appended to {self.dtype}", file.prefix)
+        if self._boundaries[-1] != len(self._sizes):
+            self.end_document()
+        first = len(self._sizes)
+        for start in range(0, len(file.data), _COPY):
+            self._data.write(file.data[start : start + _COPY].tobytes())
+        self._sizes.frombytes(file.sequence_sizes.astype(np.int32).tobytes())
+        self._boundaries.frombytes((file.document_boundaries[1:].astype(np.int64) + first).tobytes())
+        self.num_tokens += len(file)
 
     def close(self) -> None:
         """Makes the pair visible, whole and durable. A document that was not ended is ended."""

@@ -56,6 +56,7 @@ def test_prepare_reports_and_does_not_overwrite(tmp_path: Path) -> None:
         "bytes_read": 5,
         "dtype": "uint16",
         "skipped": [str(tmp_path / "in" / "b.png")],
+        "resumed": 0,
     }
     again = invoke(*words)
     assert again.exit_code == 3

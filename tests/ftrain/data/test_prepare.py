@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrain.data import prepare as prepare_module
+from ftrain.data import slices
 from ftrain.data.errors import DataError, InputError, TokenizerError
 from ftrain.data.prepare import PrepareReport, Progress, prepare
 from ftrain.data.stdlib import MOST_BYTES, ensure_stdlib, stdlib_files
@@ -109,7 +109,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_pieces_of_a_large_text_make_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "PIECE", 10)
+    monkeypatch.setattr(slices, "PIECE", 10)
     text = "line one\nline two is longer than a piece\r\n\nünï\n" * 5
     (tmp_path / "in.txt").write_bytes(text.encode())
     assert run([tmp_path / "in.txt"], tmp_path / "out")[1] == [text]
