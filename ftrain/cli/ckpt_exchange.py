@@ -29,8 +29,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 @click.argument("destination", metavar="DEST")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", help="float32: the master weights.")
 @click.option("--state", is_flag=True, help="Masters and moments too, as master/NAME, exp_avg/NAME, exp_avg_sq/NAME.")
+@click.option("--compress", is_flag=True, help="Zarr only: without loss, a sixth smaller. Pays on links under 0.2 GB/s.")
 @json_option
-def export_command(url: str, form: Any, destination: str, dtype: str, state: bool, as_json: bool) -> None:
+def export_command(url: str, form: Any, destination: str, dtype: str, state: bool, compress: bool, as_json: bool) -> None:
     """Write a checkpoint's weights for other programs, under Hugging Face's names, with a config.json.
 
     \b
@@ -49,7 +50,7 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
     with opened(base) as run:
         target = open_store(absolute_url(destination))
         try:
-            done = export(run.open(step), form, target, dtype=dtype, state=state)
+            done = export(run.open(step), form, target, dtype=dtype, state=state, compress=compress)
         finally:
             target.close()
     if as_json:

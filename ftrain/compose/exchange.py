@@ -51,13 +51,24 @@ class Exported:
 
 
 def export(
-    checkpoint: Checkpoint, form: Form, destination: ObjectStore, *, dtype: str = "bfloat16", state: bool = False
+    checkpoint: Checkpoint,
+    form: Form,
+    destination: ObjectStore,
+    *,
+    dtype: str = "bfloat16",
+    state: bool = False,
+    compress: bool = False,
 ) -> Exported:
-    """Write a checkpoint as `form`. `dtype` float32: the masters instead of the weights. `state`: masters and moments too."""
+    """Write a checkpoint as `form`. `dtype` float32: the masters instead of the weights. `state`: masters and moments too.
+
+    `compress`: without loss; only Zarr has a word for it.
+    """
+    if compress and form != "zarr":
+        raise ConfigurationError(f"{form} files are not compressed; leave out --compress, or export to zarr")
     tensors = list(_outgoing(checkpoint, dtype=dtype, state=state))
     if not tensors:
         raise FormatError(f"the checkpoint of step {checkpoint.step} has no weights under the names of a model")
-    _write(form, destination, tensors)
+    _write(form, destination, tensors, compress)
     if state:
         destination.put(PROGRESS, msgspec.json.format(msgspec.json.encode(checkpoint.progress), indent=2))
     config = _config_json(checkpoint, dtype)
@@ -77,7 +88,7 @@ def _outgoing(checkpoint: Checkpoint, *, dtype: str, state: bool) -> Iterator[Te
             yield from_checkpoint(checkpoint, name, f"{slot}/{hugging_face_name(parameter)}")
 
 
-def _write(form: Form, destination: ObjectStore, tensors: list[Tensor]) -> None:
+def _write(form: Form, destination: ObjectStore, tensors: list[Tensor], compress: bool) -> None:
     if form == "safetensors":
         from storage.exchange.safetensors import write_safetensors
 
@@ -89,7 +100,7 @@ def _write(form: Form, destination: ObjectStore, tensors: list[Tensor]) -> None:
     else:
         from storage.exchange.zarr_folder import write_zarr
 
-        write_zarr(destination, tensors)
+        write_zarr(destination, tensors, compress=compress)
 
 
 def _config_json(checkpoint: Checkpoint, dtype: str) -> dict[str, Any] | None:

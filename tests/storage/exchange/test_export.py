@@ -22,6 +22,7 @@ from ftrain.config import Model
 from ftrain.model.names import hugging_face_name
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.optimizer import View
+from storage.errors import ConfigurationError
 from storage.exchange.safetensors import write_safetensors
 from storage.exchange.tensor import from_checkpoint, widened
 from storage.local import LocalStore
@@ -121,6 +122,33 @@ def test_zarr_is_read_by_zarr_and_tensorstore(tmp_path: Path) -> None:
         assert np.array_equal(tensorstore.open(spec).result().read().result(), values)
     masters = "master/model.layers.0.self_attn.o_proj.weight"
     assert np.array_equal(group[masters][...], state["master/layers.0.attention.wo"])
+
+
+def test_compressed_zarr_is_read_by_zarr_and_tensorstore_and_is_smaller(tmp_path: Path) -> None:
+    run, state = save_model(MemoryStore("export-compressed"))
+    for name, compress in (("plain", False), ("packed", True)):
+        export(run.open(), "zarr", LocalStore(tmp_path / name), state=True, compress=compress)
+    group: Any = zarr.open_group(str(tmp_path / "packed"), mode="r")
+    masters = {"master/model.layers.0.self_attn.o_proj.weight": state["master/layers.0.attention.wo"]}
+    for name, values in {**weights(state), **masters}.items():
+        assert np.array_equal(group[name][...], values)
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(tmp_path / "packed" / name)}}
+        assert np.array_equal(tensorstore.open(spec).result().read().result(), values)
+    sizes = [sum(path.stat().st_size for path in (tmp_path / name).rglob("*")) for name in ("plain", "packed")]
+    assert sizes[1] < sizes[0]
+    chunk = next((tmp_path / "packed" / "lm_head.weight" / "c").rglob("0/0"))
+    damaged = bytearray(chunk.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    chunk.write_bytes(damaged)
+    with pytest.raises(ValueError, match="checksum"):
+        zarr.open_group(str(tmp_path / "packed"), mode="r")["lm_head.weight"][...]  # type: ignore[index]
+
+
+def test_only_zarr_is_compressed(tmp_path: Path) -> None:
+    run, _ = save_model(MemoryStore("export-not-compressed"))
+    with pytest.raises(ConfigurationError, match="safetensors files are not compressed"):
+        export(run.open(), "safetensors", LocalStore(tmp_path), compress=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_flipped_bit_in_the_exported_zarr_is_noticed(tmp_path: Path) -> None:
