@@ -94,7 +94,7 @@ class Data(Section, frozen=True, kw_only=True):
     """Where the tokens come from. The order is a pure function of (seed, position)."""
 
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, description="corpora, blended by weight", extra=ACCEPT)]
-    tokenizer: Annotated[str, Meta(min_length=1, description="`byte`, or a Hugging Face tokenizer.json", extra=REFUSED)] = (
+    tokenizer: Annotated[str, Meta(min_length=1, description="`byte`, a tokenizer.json, or a .tiktoken file", extra=REFUSED)] = (
         "byte"
     )
     seq_len: Annotated[int, Meta(ge=1, description="tokens in a training sequence", extra=ACCEPT)]
