@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,22 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _GROUPS: tuple[tuple[Axis, ...], ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES)
 
 
+class Work(Protocol):
+    """What was started."""
+
+    def wait(self) -> object:
+        """Until it is done."""
+
+    def is_completed(self) -> bool:
+        """Whether it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A collective that was started: its result, once `wait` returns it."""
 
     tensor: torch.Tensor
-    work: dist.Work | None = None
+    work: Work | None = None
     clock: Clock | None = None
     activity: Activity = LINK  # what waiting for it counts as
 
@@ -129,8 +140,7 @@ class Mesh:
 
     def start_scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to sum `whole` over `axes`, of which `out` gets this rank's part (both contiguous, compared flat)."""
-        work = _reduce_scatter(out.view(-1), whole.view(-1), group=self.group(axes), async_op=True)
-        return self._pending(out, axes, work)
+        return self._scatter(out, whole, axes)
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         """Sum a flat buffer of equal regions over the shard axes, in place. Only this rank's region, returned, has the sums."""
@@ -138,9 +148,17 @@ class Mesh:
 
     def start_reduce_scatter(self, flat: torch.Tensor) -> Pending:
         """Begin to."""
-        mine, group = self.region(flat), self.group(SHARD_AXES)
-        work = None if group is None else _reduce_scatter(mine, flat, group=group, async_op=True)
-        return self._pending(mine, SHARD_AXES, work)
+        mine = self.region(flat)
+        return Pending(mine) if self.shape.shards == 1 else self._scatter(mine, flat, SHARD_AXES)
+
+    def _scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+        """Host tensors are exchanged and added here, in the order of the ranks: Gloo's own takes two to nine times as long."""
+        group = self.group(axes)
+        if not whole.is_cpu:
+            return self._pending(out, axes, _reduce_scatter(out.view(-1), whole.view(-1), group=group, async_op=True))
+        parts = whole.new_empty(whole.numel() // out.numel(), out.numel())
+        work = dist.all_to_all_single(parts.view(-1), whole.view(-1), group=group, async_op=True)
+        return self._pending(out, axes, _Summing(work, parts, out.view(-1)))
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill a flat buffer of equal regions with everybody's own region, in place."""
@@ -168,7 +186,7 @@ class Mesh:
             for (tensor, _, _), work in zip(transfers, works, strict=True)
         ]
 
-    def _pending(self, tensor: torch.Tensor, axes: tuple[Axis, ...], work: dist.Work | None) -> Pending:
+    def _pending(self, tensor: torch.Tensor, axes: tuple[Axis, ...], work: Work | None) -> Pending:
         return Pending(tensor) if work is None else Pending(tensor, work, self.clock, self._wait(axes))
 
     def _wait(self, axes: tuple[Axis, ...]) -> Wait:
@@ -222,6 +240,27 @@ class Mesh:
         """This rank's region of a flat buffer, as a view."""
         size = flat.numel() // self.shape.shards
         return flat[self.shard * size : (self.shard + 1) * size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Summing:
+    """Summands under way: once they have come, `out` is their sum, one addition after the other, so that no element's bits
+    depend on where it lies."""
+
+    work: Work
+    parts: torch.Tensor  # [ranks, elements]
+    out: torch.Tensor  # [elements]
+
+    def wait(self) -> None:
+        """Until they have come and are added."""
+        self.work.wait()
+        torch.add(self.parts[0], self.parts[1], out=self.out)
+        for part in self.parts[2:]:
+            self.out.add_(part)
+
+    def is_completed(self) -> bool:
+        """Whether they have come."""
+        return self.work.is_completed()
 
 
 def _check_world(shape: MeshShape, rank: int) -> None:
