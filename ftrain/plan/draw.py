@@ -14,8 +14,8 @@ from ftrain.plan.setup import Setup, layout
 from ftrain.plan.svg import COLOURS, Picture
 
 LIFT = (
-    ".part{transition:transform .15s,opacity .15s} svg:has(.part:hover) .part{opacity:.35} "
-    "svg .part:hover{opacity:1;transform:translateY(-5px)}"
+    "text{pointer-events:none} .part{transition:transform .15s,opacity .15s} "
+    "svg:has(.part:hover) .part:not(:hover){opacity:.35} .part:hover{transform:translateY(-5px)}"
 )
 MAX_REPLICAS = 160
 

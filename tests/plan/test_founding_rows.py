@@ -445,7 +445,7 @@ def test_row_80_the_part_under_the_pointer_is_lifted_and_named(tmp_path: Path) -
     assert result.exit_code == 0, result.output
     text = target.read_text(encoding="utf-8")
     for part in (
-        ".part:hover{opacity:1;transform:translateY",
+        ".part:hover{transform:translateY",
         "opacity:.35",
         "rank 26: stage 3, card 2, replica 0",
         'id="name"',
