@@ -50,7 +50,7 @@ class Rates:
     def of(config: Config, *, dtype: str, device: str) -> Rates:
         """For a run that computes in `dtype` (as torch spells it, without `torch.`) on `device` (as it calls itself)."""
         name = config.machine.hardware
-        setup = Setup(config=config, profile=profile.load(name or "laptop"), options=Options())
+        setup = Setup(config=config, profile=profile.load("laptop"), options=Options())  # operations depend on no hardware
         length = config.data.seq_len
         peak, said = _peak(name, dtype, device)
         return Rates(
@@ -97,7 +97,10 @@ def _peak(name: str, dtype: str, device: str) -> tuple[float | None, str]:
     """The peak in TFLOP/s and what it is of, or None and why."""
     if not name:
         return None, "machine.hardware is not set"
-    loaded = profile.load(name)
+    try:
+        loaded = profile.load(name)
+    except (ValueError, OSError) as error:  # a file that was there when the run was started, or under another folder
+        return None, f"machine.hardware cannot be read ({error})"
     if loaded.device and not re.fullmatch(loaded.device, device):
         return None, f"machine.hardware is {loaded.name}, the ranks compute on {device}"
     if not loaded.gpu.dense_bf16_tflops:

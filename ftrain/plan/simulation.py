@@ -19,6 +19,7 @@ from ftrain.plan.failure_source import Failure
 from ftrain.plan.figure import Answer, Section, Table, Value, duration, number, percent, said, seconds, why
 from ftrain.plan.setup import Setup, layout
 from ftrain.plan.simulate import BUCKETS, Outcome, Rules, Simulation
+from ftrain.ramp import position
 
 DAY = 86400.0
 
@@ -171,7 +172,7 @@ def _result(setup: Setup, how: Rules, outcome: Outcome, source: str) -> Section:
             duration("down_per_failure", "down per failure", value=down / count if count else 0.0,
                      why=why("(detection + waiting + restarting + loading) / failures", "ftrain.plan.simulate")),
             number("steps", "steps of the final history", value=outcome.step, why=why("counted", "ftrain.plan.simulate")),
-            number("tokens", "tokens of the final history", value=outcome.step * setup.tokens_per_update,
+            number("tokens", "tokens of the final history", value=_tokens(setup, outcome.step),
                    why=why("steps x tokens per update", "ftrain.plan.simulate")),
             said("limit", "what limits it", text=f"{worst}: {100 * costs[worst] / wall:.2f} % of the time",
                  why=why("largest bucket that is not productive", "ftrain.plan.simulate")),
@@ -193,6 +194,11 @@ LIMITING = {
 """Bucket -> the assumptions that would make it smaller if they were."""
 WORST = 2
 """Buckets, the largest ones, whose assumptions are asked about: each answer is a simulation."""
+
+
+def _tokens(setup: Setup, steps: int) -> int:
+    """Of the first `steps` updates."""
+    return position(setup.config, steps) * setup.config.data.seq_len
 
 
 def _limits(setup: Setup, how: Rules, happened: Sequence[Failure], days: float, outcome: Outcome) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftrain.config import Config
@@ -73,3 +74,13 @@ def test_nothing_is_measured_in_no_time() -> None:
 
 def test_every_profile_that_ships_says_which_device_it_is() -> None:
     assert all(profile.load(name).device for name in profile.names())
+
+
+def test_a_profile_that_is_gone_costs_the_utilisation_and_nothing_else() -> None:
+    config = llama()
+    gone = msgspec.structs.replace(config, machine=msgspec.structs.replace(config.machine, hardware="gone.toml"))
+    rates = Rates.of(gone, dtype=BF16, device=H100)
+    rate = rates.rate(2048, 30.0)
+    assert rate is not None
+    assert rate.mfu is None
+    assert "gone.toml" in rates.peak_name
