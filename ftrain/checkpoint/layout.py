@@ -30,7 +30,9 @@ def rank_slot_nbytes(config: Config) -> list[int]:
 
 def layout_text(config: Config) -> str:
     """The layout in words: what the ledger and the checkpoints say of who wrote them."""
-    return str(mesh_shape(config))
+    mesh, parallel = mesh_shape(config), config.parallel
+    groups = f" in groups of {parallel.fsdp_inner}" if parallel.fsdp_inner > 1 else ""
+    return str(mesh) if parallel.sharding == "zero1" else f"{mesh}, {parallel.sharding}{groups}"
 
 
 class _Planner:

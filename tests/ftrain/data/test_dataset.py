@@ -98,6 +98,17 @@ def test_the_first_token_of_a_document_is_not_learned(blended: Dataset, first: i
     assert blended.num_valid(first, count) == batch.valid.sum()
 
 
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_documents_are_counted_within_each_sequence(
+    counting_file: FileFactory, make_config: ConfigFactory, isolate: str
+) -> None:
+    """Documents of 5 tokens, windows of 8: token p of the stream is of document p // 5."""
+    config = make_config([counting_file("one", [5] * 40)], f"data.isolate_documents={isolate}", "data.heldout_fraction=0")
+    batch = Dataset(config, root="unused").sequences(0, 20)
+    documents = batch.tokens // 5  # a counting file's token is its position
+    assert np.array_equal(batch.documents, documents - documents[:, :1])
+
+
 def test_documents_may_be_run_together(counting_file: FileFactory, make_config: ConfigFactory) -> None:
     data = Dataset(make_config([counting_file("one", [5] * 40)], "data.isolate_documents=false"), root="unused")
     assert data.sequences(0, 22).valid.all()

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from ftrain.checkpoint.layout import rank_layout
+from ftrain.checkpoint.layout import layout_text, rank_layout
 from ftrain.parallel.layout import local_box, parameters
-from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import MeshShape, mesh_shape
 from ftrain.parallel.shards import Shards
 from tests.engines import engine_of, train
@@ -182,4 +181,5 @@ def test_the_mesh_is_the_placement_s():
         (1, 1),
         (1, 1),
     ]
-    assert Mesh(MeshShape(), 0).shape.shards == 1
+    assert layout_text(own) == "tp2 x cp1 x pp1 x dp4, hsdp in groups of 2"
+    assert layout_text(one_process(config())) == "tp1 x cp1 x pp1 x dp1"
