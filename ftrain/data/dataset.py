@@ -118,7 +118,8 @@ class Dataset:
         for row, (source, span, window) in enumerate(places):
             starts = self.sources[source].document_starts(span, window)
             valid[row, starts] = not self.isolates
-            documents[row] = (np.arange(self.seq_len)[:, None] > starts).sum(1)  # a start is a target: the token one place on
+            documents[row, starts[starts + 1 < self.seq_len] + 1] = 1  # a start is a target: the token one place on
+        documents = documents.cumsum(1)
         if rows.max() >= self.vocab or rows.min() < 0:
             row = int(np.argmax((rows >= self.vocab).any(axis=1) | (rows < 0).any(axis=1)))
             prefix = self.sources[places[row][0]].file.prefix
