@@ -20,6 +20,7 @@ from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
 from ftrain.checkpoint.memory import ArenaStore, MemorySnapshot, newest_snapshot, snapshot_manifest
 from ftrain.parallel.arrays import WEIGHTS, StatePiece
+from storage.catalog import CheckpointState
 from storage.checkpoint import Checkpoint
 from storage.digest import digest_box, digest_part
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
@@ -164,10 +165,15 @@ def _from_local(engine: Restorable, run: RunStore, step: int) -> Restored | str:
 
 
 def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: list[tuple[int, str]]) -> Restored:
-    """The newest checkpoint of at most step `newest` that loads and proves itself on every rank."""
-    without = {info.step: "newer than what this attempt was started from" for info in run.checkpoints() if info.step > newest}
+    """The newest checkpoint of at most step `newest` that loads and proves itself on every rank.
+
+    A tainted one only if it is `newest` itself: then a person named it (`--from URL@STEP`).
+    """
+    infos = run.checkpoints()
+    without = {info.step: "newer than what this attempt was started from" for info in infos if info.step > newest}
+    tainted = any(info.step == newest and info.state is CheckpointState.TAINTED for info in infos)
     while True:
-        checkpoint = _agree(run, without)
+        checkpoint = _agree(run, without, exactly=newest if tainted and newest not in without else None)
         problem = agreed(attempt(lambda checkpoint=checkpoint: load_pieces(engine, checkpoint)))  # type: ignore[misc]
         if problem is None:
             problem = _prove(engine, checkpoint.manifest)
@@ -183,14 +189,17 @@ def _from_storage(engine: Restorable, run: RunStore, newest: int, passed_over: l
         without[checkpoint.step] = problem
 
 
-def _agree(run: RunStore, without: dict[int, str]) -> Checkpoint:
-    """The checkpoint all ranks try next. Rank 0 chooses: a commit may land while others look. Raises NoCheckpoint on all."""
+def _agree(run: RunStore, without: dict[int, str], *, exactly: int | None) -> Checkpoint:
+    """The checkpoint all ranks try next, of step `exactly` if that is given.
+
+    Rank 0 chooses: a commit may land while others look. Raises NoCheckpoint on all.
+    """
     mine: Checkpoint | None = None
     refusal: str | None = None
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:
         try:
-            mine = run.open(without=without)
+            mine = run.open(exactly, without=without)
         except NoCheckpoint as error:
             refusal = str(error)
     chosen = torch.tensor([mine.step if mine else -1], dtype=torch.int64)
