@@ -34,6 +34,7 @@ def ready(run: TinyRun) -> list[int]:
     return [event.step for event in run.events() if isinstance(event, Ready)]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_lost_node_end_bit_for_bit_where_the_unbroken_run_did(
     corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:

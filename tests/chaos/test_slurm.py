@@ -71,11 +71,13 @@ def tiny(folder: Path, corpus: str, *, spares: int = 0, signal_s: int = 0, more:
     return TinyRun(folder=folder, corpus=corpus, extra=extra, **values)
 
 
-def test_a_job_on_four_nodes_loses_one_and_ends_bit_for_bit_where_the_unbroken_run_did(
+def test_a_job_on_four_nodes_loses_a_rank_and_a_node_and_ends_bit_for_bit_where_the_unbroken_run_did(
     cluster: SlurmCluster, corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:
-    frozen = '[[faults]]\nkind = "stop"\nat = "step"\nstep = 14\nrank = 1\n'
-    job = Submitted(cluster, tiny(tmp_path, corpus, spares=2, more=frozen))
+    """A rank dies: all nodes still hold their snapshots. A node dies: a spare takes its place, and storage has the state."""
+    point = 'at = "step"\nrank = 1\n'
+    faults = f'[[faults]]\nkind = "kill"\nstep = 7\n{point}[[faults]]\nkind = "stop"\nstep = 14\n{point}'
+    job = Submitted(cluster, tiny(tmp_path, corpus, spares=2, more=faults))
     job.wait_for("RUNNING")
     job.run.wait_for_step(13)
     facts = ftrain_json("status", job.run.url)
@@ -85,9 +87,14 @@ def test_a_job_on_four_nodes_loses_one_and_ends_bit_for_bit_where_the_unbroken_r
     cluster.kill_node(second)
     job.wait_for("COMPLETED")
     assert stored_digests(job.run.url) == (job.run.steps, unbroken)
-    assert job.nodes()[1][0] == first
-    assert second not in job.nodes()[1]
-    assert [event.verdict.class_ for event in job.events(InterruptionClassified)] == ["node_failure"]  # type: ignore[attr-defined]
+    assert job.nodes()[1] == (first, second)
+    assert job.nodes()[2][0] == first
+    assert second not in job.nodes()[2]
+    assert [event.source for event in job.events(AttemptStarted)] == ["init", "memory", "storage"]  # type: ignore[attr-defined]
+    assert [event.step for event in job.events(Ready)] == [0, 6, 9]  # type: ignore[attr-defined]
+    verdicts = [event.verdict for event in job.events(InterruptionClassified)]  # type: ignore[attr-defined]
+    assert (verdicts[0].first_failing_rank, verdicts[0].node) == (1, second)
+    assert verdicts[1].class_ == "node_failure"
     assert "node_failure" in ftrain("report", job.run.url).stdout
     died = [(event.kind, event.node) for event in job.events(ProcessDied) if not event.ours]  # type: ignore[attr-defined]
     assert ("agent", second) in died

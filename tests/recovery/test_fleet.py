@@ -96,6 +96,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(tmp_path):
         assert run.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_without_a_spare_the_run_waits_for_the_node_to_come_back(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS) as run:
         run.start()
@@ -108,6 +109,7 @@ def test_without_a_spare_the_run_waits_for_the_node_to_come_back(tmp_path):
         assert run.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_too_few_nodes_end_the_run_with_the_code_for_elsewhere(tmp_path):
     with toy_fleet(tmp_path, "n1", ranks=2, spec={"fleet": {"patience_s": 0.5}}) as run:
         run.start()
@@ -133,6 +135,7 @@ def test_a_new_coordinator_takes_over_the_workers_of_all_nodes(tmp_path):
         assert run.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_a_node_that_died_without_coordinator_is_missed_by_the_next_one(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS) as run:
         run.start()
@@ -147,6 +150,7 @@ def test_a_node_that_died_without_coordinator_is_missed_by_the_next_one(tmp_path
         assert run.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_a_frozen_node_is_replaced_only_when_its_lease_is_over_and_its_agent_is_a_zombie(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", "n3", steps=ENDLESS, ranks=2) as run:
         run.start()
@@ -167,6 +171,7 @@ def test_a_frozen_node_is_replaced_only_when_its_lease_is_over_and_its_agent_is_
         assert run.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.slow
 def test_a_short_freeze_costs_nothing(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec={"lease_s": 6.0}) as run:
         run.start()
@@ -186,7 +191,7 @@ def test_a_short_freeze_costs_nothing(tmp_path):
     ("hello", "words"),
     [
         pytest.param({"node": "n9", "attempt": 0, "living": True}, "workers of attempt 0, which is over", id="older attempt"),
-        pytest.param({"node": "n1"}, "serves node n1 already", id="name taken"),
+        pytest.param({"node": "n1"}, "serves node n1 already", id="name taken", marks=pytest.mark.slow),
     ],
 )
 def test_an_agent_that_must_not_stay_is_sent_away_and_nothing_runs_for_it(tmp_path, hello, words):
@@ -207,6 +212,7 @@ def test_an_agent_that_must_not_stay_is_sent_away_and_nothing_runs_for_it(tmp_pa
         assert set(run.agents()) == {"n1", "n2"}
 
 
+@pytest.mark.slow
 def test_an_agent_of_a_later_epoch_is_not_for_this_coordinator(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS) as run:
         run.start()
@@ -218,6 +224,7 @@ def test_an_agent_of_a_later_epoch_is_not_for_this_coordinator(tmp_path):
         link.close()
 
 
+@pytest.mark.slow
 def test_what_a_stranger_sends_ends_nothing(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS) as run:
         run.start()

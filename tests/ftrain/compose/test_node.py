@@ -1,0 +1,85 @@
+"""What a node is told and makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftrain.compose.launch import keeper_args
+from ftrain.compose.node import NoRunError, agent_spec, read_args
+from ftrain.compose.nodes import arena_nbytes, fleet_spec, num_nodes, tell_nodes
+from ftrain.config import Config
+from ftrain.load import load
+from recovery.network import NoInterfaceError
+from recovery.rendezvous import control_folder
+from tests.commands import ftrain
+
+DEMO = str(Path(__file__).parents[3] / "configs/demo.toml")
+
+
+def config(*overrides: str) -> Config:
+    return load(DEMO, ["parallel.ranks=4", "batch.micro_batch=4", "machine.ranks_per_node=2", *overrides])
+
+
+def test_a_node_has_a_folder_and_a_keeper_of_its_own_and_knows_its_own_network(tmp_path: Path) -> None:
+    found = config("machine.interface=none0,lo")
+    tell_nodes(found, tmp_path, preload="torch", keeper=keeper_args(found, tmp_path), env={"A": "1"})
+    args = read_args(tmp_path, patience_s=0.0)
+    spec = agent_spec(args, tmp_path, "n7")
+    assert spec.node == "n7"
+    assert spec.local_dir == str(tmp_path / "nodes" / "n7")
+    assert spec.host == "127.0.0.1"
+    assert spec.node_env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert spec.control == str(control_folder(tmp_path))
+    assert (spec.env, spec.lease_s) == ({"A": "1"}, found.recovery.lease_s)
+    keeper = msgspec.json.decode((tmp_path / "nodes" / "n7" / "keeper.json").read_bytes())
+    assert keeper["url"] == found.run.url
+    assert (control_folder(tmp_path) / "node.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(NoRunError, match=r"within 0 s.*control/node\.json"):
+        read_args(tmp_path, patience_s=0.0)
+    told = ftrain("join", str(tmp_path), "--wait", "0")
+    assert told.returncode == 11
+    assert "no run has said within 0 s what nodes must know" in told.stderr
+
+
+def test_one_machine_has_no_fleet_and_several_need_their_network(tmp_path: Path) -> None:
+    assert fleet_spec(load(DEMO), tmp_path) is None
+    spec = fleet_spec(config(), tmp_path)
+    assert spec is not None
+    assert (spec.host, spec.ranks_per_node, spec.control) == ("127.0.0.1", 2, control_folder(tmp_path))
+    shared = fleet_spec(config(f"machine.shared_dir={tmp_path / 'shared'}"), tmp_path)
+    assert shared is not None
+    assert shared.control == tmp_path / "shared" / "control"
+    with pytest.raises(NoInterfaceError, match="none0"):
+        fleet_spec(config("machine.interface=none0"), tmp_path)
+
+
+def test_a_machine_that_is_not_on_the_runs_network_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    told = ftrain(
+        "run",
+        DEMO,
+        "--set",
+        f"run.url={tmp_path / 'run'}",
+        "--set",
+        "machine.ranks_per_node=1",
+        "--set",
+        "machine.interface=none0",
+    )
+    assert told.returncode == 3
+    assert "no IPv4 address on none0" in told.stderr
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_nodes_for_ranks(ranks: int, nodes: int) -> None:
+    assert num_nodes(config(), ranks) == nodes
+
+
+def test_memory_is_asked_for_by_node() -> None:
+    whole, half = arena_nbytes(config("machine.ranks_per_node=4")), arena_nbytes(config())
+    assert 0.4 * whole < half < whole
+    assert arena_nbytes(config("machine.ranks_per_node=0")) == whole
