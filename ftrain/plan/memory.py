@@ -105,8 +105,19 @@ def _head_rank(setup: Setup) -> int:
 
 
 def buffer_bytes(setup: Setup) -> Fraction:
-    """Communication buffers: two whole activations for TP, and the messages of PP."""
-    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + link_bytes(setup)
+    """Communication buffers: two whole activations for TP, other ranks' keys and values for CP, and the messages of PP."""
+    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + exchange_bytes(setup) + link_bytes(setup)
+
+
+def exchange_bytes(setup: Setup) -> Fraction:
+    """Keys, values and their fp32 gradients of the layer at work (`ftrain.parallel.context`): with a ring two blocks each,
+    otherwise one's own and everybody's gathered.
+    """
+    mesh, config = setup.mesh, setup.config
+    if mesh.cp == 1:
+        return Fraction(0)
+    block = Fraction(2 * config.data.seq_len * config.batch.micro_batch * setup.local_keys, mesh.cp)
+    return block * (2 if config.parallel.cp_exchange == "ring" else mesh.cp + 1) * (setup.width + max(setup.width, 4))
 
 
 def link_bytes(setup: Setup) -> Fraction:
@@ -243,7 +254,8 @@ def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
             "adam": f"8 B x params / (DP x CP = {d})",
             "alignment": "padding of the buckets, at the bytes per parameter of the rest",
             "activations": "held micro-batches (from the schedule) x layers x bytes of a layer + end of the model on the last",
-            "buffers": "2w sbh for TP, (p + 2) w sbh / r for PP, what recompute makes again, fp32 logits where w < 4",
+            "buffers": "2w sbh for TP, (p + 2) w sbh / r for PP, keys and values under way for CP, what recompute makes "
+            "again, fp32 logits where w < 4",
         },
         source=MEGATRON_MEMORY,
     )

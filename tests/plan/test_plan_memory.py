@@ -162,3 +162,15 @@ def test_the_config_says_what_replicas_share(sharding: str, inner: int, shares: 
     if engine is not None:
         cut = engine.inner, engine.inner * (engine.outer if engine.split else 1)
         assert cut == (shares[0], shares[3])
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_the_ring_keeps_two_blocks_and_all_gather_all_and_ones_own(cp: int) -> None:
+    """Keys, values and their gradients: 2/c of those of the whole sequence, and 1 + 1/c of them."""
+    overrides = ["parallel.ranks=8", "parallel.tp=1", "parallel.pp=1", f"parallel.cp={cp}"]
+    kept = {
+        exchange: memory.exchange_bytes(setup("llama3-8b", *overrides, f"parallel.cp_exchange={exchange}"))
+        for exchange in ("ring", "all_gather")
+    }
+    whole = 2 * 8192 * 1024 * (2 + 4)  # 8 heads of 128; bf16, and gradients in fp32
+    assert kept == {"ring": Fraction(2 * whole, cp), "all_gather": Fraction((cp + 1) * whole, cp)}
