@@ -95,6 +95,9 @@ class AgentLink:
     def expect(self, attempt: int, ranks: int) -> None:
         """An earlier coordinator started this attempt: the agent tells all there is to know."""
 
+    def miss(self, nodes: Sequence[str]) -> None:
+        """Nodes that had ranks of the attempt that was taken over, and are not here: there is but one."""
+
     def find(self) -> bool:
         """Whether an agent of an earlier coordinator lives."""
         self._found = living_agent(Path(self._spec.local_dir))

@@ -227,6 +227,8 @@ class Coordinator:
         self.agent.send(desk.control)
         # everything kept for us has arrived before the answer
         self._handling.ask(Prepare(memfds={}), (Prepared,), self.spec.prepare_s)
+        if desk.attempt is not None:
+            self.agent.miss([node for node in state.nodes if node not in {hello.node for hello in crews}])
 
     # an attempt
 

@@ -244,6 +244,11 @@ class Fleet:
         hello = member.line.hello
         self._on_death(member.node, hello.pid if hello is not None else 0, None, member.leaving)
 
+    def miss(self, nodes: Sequence[str]) -> None:
+        """These had ranks of the attempt that was taken over, and have not called again in a lease."""
+        reason = "it has not called again since an earlier coordinator died"
+        self._lost |= {node: f"supervisor: node {node} was lost: {reason}" for node in nodes}
+
     def bury(self) -> dict[str, str]:
         """The nodes of the attempt that were lost since the last call, and what is known of it."""
         lost, self._lost = self._lost, {}

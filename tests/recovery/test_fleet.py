@@ -146,6 +146,10 @@ def test_a_node_that_died_without_coordinator_is_missed_by_the_next_one(tmp_path
         run.wait_diary("adopted 0 memo of 0")
         run.join("n2")
         assert wait_for_attempt(run, 1).nodes == ("n1", "n2")
+        verdict = run.events(InterruptionClassified)[0].verdict
+        assert verdict.class_ == "node_failure"
+        assert "node n2 was lost: it has not called again" in verdict.evidence[0].text
+        assert "agent lost" in run.diary()  # what was in its memory is gone
         ask(tmp_path, "stop")
         assert run.wait() == ExitCode.STOPPED
 
