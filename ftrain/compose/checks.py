@@ -54,7 +54,7 @@ def cheap(config: Config) -> list[Check]:
             remedy="raise `ulimit -n`",
         ),
         Check(name="memory areas", entry="recovery.probes:anonymous_memory"),
-        *([_compiler()] if config.machine.compile and config.machine.device == "cpu" else []),
+        *([_compiler()] if config.machine.compile else []),
     ]
 
 

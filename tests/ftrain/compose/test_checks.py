@@ -12,6 +12,7 @@ from ftrain.compose import checks
 from ftrain.compose.errors import RefusedError
 from ftrain.load import load
 from recovery.preflight import Concern
+from recovery.probes import ProbeError, program
 from tests.commands import ftrain, ftrain_json
 from tests.runs import TinyRun
 
@@ -74,3 +75,13 @@ def test_a_clock_that_is_off(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(Concern, match=r"the clock is (99|100)\.\d s off"):
         checks.clock(run.url)
     assert not any(name.startswith("probe") for name in os.listdir(run.url))
+
+
+def test_compiling_asks_for_a_compiler_before_the_start(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "C++ compiler" not in {check.name for check in checks.cheap(load(str(run.config)))}
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiling = load(str(run.config), ["machine.compile=true"])
+    (asked,) = [check for check in checks.cheap(compiling) if check.name == "C++ compiler"]
+    with pytest.raises(ProbeError, match="none of no-such-compiler was found"):
+        program(**asked.args)
+    assert program(["no-such-compiler", "sh"]).endswith("/sh")
