@@ -11,7 +11,15 @@ import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.client import ask
-from recovery.events import AttemptStarted, InterruptionClassified, ProcessDied, Ready
+from recovery.events import (
+    AttemptEnded,
+    AttemptStarted,
+    InterruptionClassified,
+    LayoutChosen,
+    ProcessDied,
+    Ready,
+    steps_of,
+)
 from tests.commands import ftrain, ftrain_json
 from tests.nodes_run import logs_of, nodes_run
 from tests.runs import TinyRun, finish, no_process_left
@@ -184,3 +192,31 @@ def test_a_network_that_is_down_for_a_moment_costs_nothing_and_for_longer_than_t
         assert nodes.known()["n2"]["ranks"] == []
         ask(run.local, "stop")
         assert finish(parent)[0] == 75
+
+
+@pytest.mark.slow
+def test_one_of_four_nodes_is_lost_for_good_and_the_run_goes_on_with_three_and_with_four_when_it_is_back(
+    corpus: str, tmp_path: Path
+) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4, steps=100_000, extra=MACHINE)
+    names = ("n1", "n2", "n3", "n4")
+    with no_process_left(run), nodes_run(run, *names) as nodes:
+        parent = run.start("--set", "recovery.nodes_s=15", "--set", "recovery.layout_hold_s=0")
+        run.wait_for_step(20)
+        nodes.kill("n4")
+        run.wait_for(lambda events: sum(isinstance(event, Ready) for event in events) == 2)
+        assert started(run)[1] == ("storage", ("n1", "n2", "n3"))
+        nodes.join("n4")
+        run.wait_for(lambda events: sum(isinstance(event, Ready) for event in events) == 3)
+        assert started(run)[2][1] == names
+        assert [event.source for event in run.events() if isinstance(event, Ready)] == ["init", "storage", "storage"]
+        ends = [event.step for event in run.events() if isinstance(event, AttemptEnded)]
+        assert ready(run)[2] == ends[1]  # the change was planned: nothing is done twice
+        ask(run.local, "stop")
+        assert finish(parent)[0] == 75
+    chosen = [(event.ranks, event.reason) for event in run.events() if isinstance(event, LayoutChosen)]
+    assert [ranks for ranks, _ in chosen] == [3, 4]
+    assert "3 of 4 nodes are there" in chosen[0][1]
+    assert "node n4 has joined" in chosen[1][1]
+    tokens = {record.tokens for event in run.events() for record in steps_of(event)}
+    assert tokens == {run.global_batch * 32}  # the same batches, whatever the number of nodes

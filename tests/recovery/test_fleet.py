@@ -111,10 +111,10 @@ def test_without_a_spare_the_run_waits_for_the_node_to_come_back(tmp_path):
 
 @pytest.mark.slow
 def test_too_few_nodes_end_the_run_with_the_code_for_elsewhere(tmp_path):
-    with toy_fleet(tmp_path, "n1", ranks=2, spec={"fleet": {"patience_s": 0.5}}) as run:
+    with toy_fleet(tmp_path, "n1", ranks=2, spec={"fleet": {"patience_s": 6.0}}) as run:
         run.start()
         assert run.wait() == ExitCode.RETRY_ELSEWHERE
-        assert "1 of 2 nodes are there after 0.5 s" in run.events(RunEnded)[0].reason
+        assert "1 of 2 nodes are there after 6 s" in run.events(RunEnded)[0].reason
         assert run.wait_exit("n1") == ExitCode.DONE
 
 
