@@ -39,8 +39,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if ftrain.progress(step, loss=loss.item()) or step % 10 == 0:
+        stop = ftrain.progress(step, loss=loss.item())  # on all ranks after the same step
+        if stop or step % 10 == 0:
             checkpointer.save(step, state)
+        if stop:
+            break
     checkpointer.close()
     if dist.get_rank() == 0:
         print(f"from step {start} to {options.steps}, {len(unread.value)} samples unread by rank 0", flush=True)

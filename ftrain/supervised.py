@@ -7,6 +7,7 @@ for the next call, up to a limit, and then dropped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -14,12 +15,13 @@ import time
 import msgspec
 
 from recovery.command import Link, claim_stacks, inherited
-from recovery.heartbeat import ControlReader, HeartbeatWriter
+from recovery.heartbeat import RECORD_SIZE, ControlReader, HeartbeatWriter
 from recovery.messages import Payload, ToWorkerProcess
 from recovery.wire import Channel, channel
 
 STEP = "step"
 MAX_QUEUED_BYTES = 1 << 20
+AHEAD = 2
 
 
 class StepTold(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -55,6 +57,38 @@ Told = StepTold | StateLoaded | StateStored
 decode_told = msgspec.json.Decoder(Told).decode
 
 
+class StopStep:
+    """The step after which all ranks stop: a request is seen by one rank a step earlier than by another, and whoever left alone
+    would leave the others in a collective.
+
+    The first that sees it proposes a step that nobody can have finished yet: ranks that wait for each other are at most one
+    step apart. Its proposal is a file, created whole and only once.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._file, self._rank = os.path.join(link.folder, "stop-step"), link.rank
+        self._alone = os.fstat(link.heartbeat).st_size <= RECORD_SIZE
+        self._step: int | None = None
+
+    def reached(self, step: int) -> bool:
+        """Whether a rank that has finished `step` is to stop, now that a stop is asked for."""
+        if self._alone:
+            return True
+        if self._step is None:
+            self._step = self._agreed(step + AHEAD)
+        return step >= self._step
+
+    def _agreed(self, proposal: int) -> int:
+        draft = f"{self._file}.{self._rank}"
+        with open(draft, "w") as file:
+            file.write(str(proposal))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, self._file)
+        os.unlink(draft)
+        with open(self._file) as file:
+            return int(file.read())
+
+
 class Reporter:
     """One supervised process's way to its supervisor. One thread."""
 
@@ -62,6 +96,7 @@ class Reporter:
         """Take over the inherited descriptors."""
         self._heartbeat = HeartbeatWriter(link.heartbeat, link.index, rank=link.rank, attempt=link.attempt)
         self._control = ControlReader(link.control)
+        self._stop = StopStep(link)
         self._channel: Channel[ToWorkerProcess] = channel(socket.socket(fileno=link.channel), ToWorkerProcess)
         for fd in (link.heartbeat, link.control):
             os.close(fd)
@@ -83,12 +118,12 @@ class Reporter:
         saving_s, self._saving_s = self._saving_s, 0.0
         told = StepTold(step=step, t_begin=begin, t_end=self._since, loss=loss, tokens=tokens, saving_s=saving_s)
         self.send(told)
-        return self._control.stop
+        return self._control.stop and self._stop.reached(step)
 
     def enter(self, phase: str) -> bool:
         """Something other than a step has begun; whether the run is to stop."""
         self._heartbeat.beat(phase)
-        return self._control.stop
+        return self._control.stop and self._stop.reached(self._heartbeat.step)
 
     def loaded(self, step: int) -> None:
         """The state of `step` is there: what follows is steps."""
@@ -122,7 +157,8 @@ def reporter() -> Reporter | None:
 
 
 def progress(step: int | None = None, *, loss: float | None = None, tokens: int = 0, phase: str = STEP) -> bool:
-    """Tell the supervisor that `step` steps are finished (1 after the first); returns whether the run is to stop.
+    """Tell the supervisor that `step` steps are finished (1 after the first); returns whether the run is to stop, on all ranks
+    after the same step.
 
     `loss` (a number) and `tokens` (of this step, over all ranks) appear in the report. With `phase` something else is said to
     have begun (`ftrain.progress(phase="evaluate")`): "evaluate" and "checkpoint" have deadlines of their own. Where nobody

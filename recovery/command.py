@@ -2,8 +2,8 @@
 
 Why exec and not a child of the worker: the pid the supervisor watches, signals and asks the kernel about is then the program's
 own, its exit status is the true one, and its death with the agent (a request that exec keeps) needs nobody's help. What the
-program may use, if it wants to be seen (`recovery.heartbeat`, `recovery.wire`), is inherited as descriptors, and one variable of
-the environment says which they are. A program that knows nothing of this finds a few descriptors more and never looks at them.
+program may use, if it wants to be seen (`recovery.heartbeat`, `recovery.wire`), is inherited as descriptors, and one variable
+of the environment says which they are. A program that knows nothing of this has a few descriptors more and never looks at them.
 
 SIGUSR1 asks a worker for its stacks. A program that has no handler for it must not die of that, so it starts with the signal
 ignored; `claim_stacks` has Python write them instead.
@@ -50,6 +50,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     rank: int
     attempt: int
+    folder: str
+    """Where the attempt's logs are: the ranks of this node share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def become(fork: Fork, channel: Channel[ToWorkerProcess], fds: Mapping[str, int]
         index=fork.index,
         rank=fork.rank,
         attempt=fork.attempt,
+        folder=os.path.dirname(fork.error_file),
     )
     environment = {**os.environ, LINK: msgspec.json.encode(link).decode()}
     for name, value in args.environment.items():

@@ -175,6 +175,19 @@ def test_the_plain_ddp_script_survives_a_kill(tmp_path: Path) -> None:
     assert len(run.events(InterruptionClassified)) == 1
 
 
+@pytest.mark.slow
+def test_fsdp2_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    said = []
+    for ranks, steps in (("4", "20"), ("3", "40")):
+        with supervised(tmp_path, "--nproc", ranks, *python(str(EXAMPLES / "fsdp2.py"), "--steps", steps)) as run:
+            code, out, err = run.wait()
+        assert code == 0, err
+        said.append(out.splitlines()[-1])
+    unread = 10_000 - 4 * 20 * 8  # dealt out to three, who read 8 a step
+    assert said[0] == "from step 0 to 20, 2340 samples unread by rank 0"
+    assert said[1] == f"from step 20 to 40, {unread // 3 - 20 * 8} samples unread by rank 0"
+
+
 def test_the_two_examples_differ_by_ten_lines() -> None:
     plain, ours = ((EXAMPLES / name).read_text() for name in ("plain_ddp.py", "ddp.py"))
     code = [text.split('"""', 2)[2].splitlines() for text in (plain, ours)]

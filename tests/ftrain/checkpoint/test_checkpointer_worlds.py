@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ftrain
+from ftrain.checkpoint.record import StateError
 from storage.local import LocalStore
 from storage.run import RunStore
 from tests.world import run_world
@@ -135,3 +136,34 @@ def test_every_layout_is_read_under_every_other(tmp_path: Path, layout: str, wor
     for other, ranks in [("fsdp", 3), ("fsdp+tp", 4), ("hsdp", 4), ("tp", 2), ("ddp", 2), ("", 1)]:
         for found in run_world(read, ranks, url, other, ranks):
             assert_equal(found, written)
+
+
+def own_state(rank: int, url: str) -> str:
+    """Save what differs between ranks, marked and unmarked; what the unmarked number is answered with."""
+    checkpointer = ftrain.Checkpointer(url)
+    state: dict[str, Any] = {"seen": rank, "buffer": torch.full((3,), float(rank))}
+    checkpointer.load(state)
+    with pytest.raises(StateError) as caught:
+        checkpointer.save(1, state)
+    state["seen"] = ftrain.per_rank([rank, rank], other_world="split")
+    state["rng"] = ftrain.per_rank({"bits": torch.full((2,), rank)}, other_world="first")
+    checkpointer.save(1, state)
+    checkpointer.close()
+    return str(caught.value)
+
+
+def found_state(rank: int, url: str) -> tuple[list[int], list[int], list[float]]:
+    checkpointer = ftrain.Checkpointer(url)
+    rng = ftrain.per_rank({"bits": torch.zeros(2, dtype=torch.int64)}, other_world="first")
+    state = {"seen": ftrain.per_rank([], other_world="split"), "rng": rng, "buffer": torch.zeros(3)}
+    checkpointer.load(state)
+    checkpointer.close()
+    return state["seen"].value, rng.value["bits"].tolist(), state["buffer"].tolist()
+
+
+def test_what_each_rank_has_for_itself_must_be_marked(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    refusals = run_world(own_state, 2, url)
+    assert all("seen differs between ranks (0 and 1)" in text for text in refusals)
+    assert run_world(found_state, 2, url) == [([0, 0], [0, 0], [0.0] * 3), ([1, 1], [1, 1], [0.0] * 3)]
+    assert run_world(found_state, 1, url) == [([0, 0, 1, 1], [0, 0], [0.0] * 3)]

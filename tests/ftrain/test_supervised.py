@@ -1,0 +1,139 @@
+"""What a supervised script says, and what it is told: over the same shared memory and sockets as in a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.patterns import LogTail, PatternError, Seen, compiled, seen_in
+from ftrain.supervised import Reporter, StateLoaded, StepTold, decode_told
+from recovery.command import LINK, Link, inherited
+from recovery.heartbeat import CONTROL_SIZE, RECORD_SIZE, ControlWriter, HeartbeatReader
+from recovery.memory import memfd
+from recovery.messages import FromWorkerProcess
+from recovery.wire import channel
+
+
+class Agent:
+    """The other end of a few supervised ranks."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        page, control = memfd("heartbeat", ranks * RECORD_SIZE), memfd("control", CONTROL_SIZE)
+        self.beats, self.control = HeartbeatReader(page), ControlWriter(control)
+        self.reporters, self.links = [], []
+        for rank in range(ranks):
+            ours, theirs = socket.socketpair()
+            fds = (os.dup(page), os.dup(control), theirs.detach())
+            inodes = tuple(os.fstat(fd).st_ino for fd in fds)
+            link = Link(
+                heartbeat=fds[0],
+                control=fds[1],
+                channel=fds[2],
+                inodes=inodes,  # type: ignore[arg-type]
+                index=rank,
+                rank=rank,
+                attempt=0,
+                folder=str(folder),
+            )
+            self.links.append(channel(ours, FromWorkerProcess))
+            self.reporters.append(Reporter(link))
+        os.close(page)
+        os.close(control)
+
+    def close(self) -> None:
+        for link in (*self.links, *(reporter._channel for reporter in self.reporters)):
+            link.close()
+
+    def heard(self, rank: int) -> list[object]:
+        return [decode_told(frame.message.payload) for frame in self.links[rank].read()]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path, 2)
+    yield agent
+    agent.close()
+
+
+def test_steps_reach_the_page_and_the_ledgers_way(two: Agent) -> None:
+    two.reporters[1].loaded(4)
+    two.reporters[1].saved(0.25)
+    before = time.time()
+    assert two.reporters[1].progress(5, 0.5, 100) is False
+    loaded, step = two.heard(1)
+    assert isinstance(loaded, StateLoaded)
+    assert isinstance(step, StepTold)
+    assert (loaded.step, step.step, step.loss, step.tokens, step.saving_s) == (4, 5, 0.5, 100, 0.25)
+    assert loaded.t <= step.t_begin <= before <= step.t_end
+    (beat,) = two.beats.beats()
+    assert (beat.rank, beat.step, beat.phase) == (1, 5, "step")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_a_step_apart_stop_after_the_same_step(two: Agent, first: int) -> None:
+    """One has finished step 10 when it sees the request, the other step 11; whoever sees it first."""
+    done = {0: 10, 1: 11}
+    two.control.set(stop=True, save=0)
+    stopped: dict[int, int] = {}
+    for rank in (first, 1 - first) * 9:
+        if rank not in stopped and two.reporters[rank].progress(done[rank], None, 0):
+            stopped[rank] = done[rank]
+        done[rank] += 1
+    assert stopped[0] == stopped[1] >= 12
+
+
+def test_a_single_process_stops_at_once(tmp_path: Path) -> None:
+    alone = Agent(tmp_path, 1)
+    alone.control.set(stop=True, save=0)
+    assert alone.reporters[0].progress(3, None, 0) is True
+    alone.close()
+
+
+def test_the_supervisor_that_does_not_read_never_makes_the_loop_wait(two: Agent) -> None:
+    for step in range(20_000):  # several times what a socket holds
+        two.reporters[0].progress(step, 1.0, 1)
+    assert two.beats.beats()[0].step == 19_999
+
+
+def test_a_variable_without_its_files_is_no_link(tmp_path: Path) -> None:
+    here = os.open(tmp_path, os.O_RDONLY)
+    link = {"heartbeat": here, "control": here, "channel": here, "inodes": [1, 2, 3], "index": 0, "rank": 0, "attempt": 0}
+    os.close(here)
+    assert inherited({}) is None
+    assert inherited({LINK: "nonsense"}) is None
+    assert inherited({LINK: str({**link, "folder": ""}).replace("'", '"')}) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "expected"),
+    [
+        (r"step (\d+)", "step 12 loss 3", Seen(12)),
+        (r"iter (?P<step>[\d,]+): loss (?P<loss>\S+)", "iter 1,200: loss 2.5e-1", Seen(1200, 0.25)),
+        (r"it=(?P<step>\d+) tok=(?P<tokens>\d+) l=(?P<loss>\S+)", "it=3 tok=512 l=nan", Seen(3, None, 512)),
+        (r"step (\d+)", "nothing of it", None),
+    ],
+)
+def test_lines(pattern: str, line: str, expected: Seen | None) -> None:
+    assert seen_in(line, compiled([pattern])) == expected
+
+
+def test_patterns_that_cannot_work() -> None:
+    for pattern in ("step (", "step"):
+        with pytest.raises(PatternError):
+            compiled([pattern])
+
+
+def test_a_log_is_read_on_in_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == ["one"]
+    with path.open("ab") as file:
+        file.write(b"o\n\xffthree\n")
+    assert tail.lines() == ["two", "\N{REPLACEMENT CHARACTER}three"]
