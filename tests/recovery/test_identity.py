@@ -91,8 +91,9 @@ def test_a_key_of_another_run_opens_nothing(tmp_path: Path, key: Path) -> None:
 
 def speak(sock: ssl.SSLSocket) -> None:
     """Say something and wait for an answer."""
-    sock.sendall(b"\x05\0\0\0\0\0\0\0hello")
-    assert sock.recv(1) == b"an answer"
+    with sock:
+        sock.sendall(b"\x05\0\0\0\0\0\0\0hello")
+        assert sock.recv(1) == b"an answer"
 
 
 def test_a_client_without_a_certificate_is_hung_up_on_and_nothing_it_says_is_heard(key: Path) -> None:
