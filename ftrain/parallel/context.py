@@ -6,7 +6,7 @@ against the keys of any *other* rank the work is a plain rectangle without a mas
 its tail's queries against all of the other's). A contiguous cut would leave rank 0 idle most of the time.
 
     all_gather   keys and values of all positions are gathered for one layer at a time, again in backward; their gradients are
-                 summed and scattered home. Two collectives, but cp blocks of keys and values (Llama 3, arXiv 2407.21783)
+                 summed and scattered home. Few messages, but cp blocks of keys and values (Llama 3, arXiv 2407.21783)
     ring         a block computes with what it has while the next rank's are on their way; never more than two blocks. In
                  backward the blocks' gradients travel with them, each rank adding its share, and come home after cp places
                  (Liu et al., arXiv 2310.01889)
