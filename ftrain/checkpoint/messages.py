@@ -104,6 +104,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, tag="times"):
     mean: dict[str, float]  # seconds, over the ranks
     worst: dict[str, tuple[int, float]]  # of each bucket, the rank with the most of it
     memory: list[RankMemory]
+    sent: dict[str, float] = {}  # bytes that the busiest rank sent along each axis; fully_shard's own are not counted
     stages: list[dict[str, float]] = []  # of each pipeline rank, the mean over its ranks; empty without a pipeline
     actions: dict[str, list[float]] = {}  # of rank 0's pipeline: kind -> mean seconds on each virtual stage
     device: str = ""  # as it calls itself

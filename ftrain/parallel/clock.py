@@ -83,6 +83,7 @@ class Taken:
     marks: Sequence[tuple[Activity, Any]]
     end: Any
     issued: dict[Group, tuple[int, int]]  # collectives of each group: number of the first, and how many
+    sent: dict[str, float] = field(default_factory=dict)  # bytes that this rank sent, by axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +109,13 @@ class Clock:
     _now: Activity = OTHER
     _held: bool = False
     _marks: list[tuple[Activity, Any]] = field(default_factory=list)
+    _sent: dict[str, float] = field(default_factory=dict)
 
     def begin(self) -> None:
         """A step begins; what was marked since the last one is forgotten."""
         for group in self.groups.values():
             group.base = group.issued
-        self._now, self._held = OTHER, False
+        self._now, self._held, self._sent = OTHER, False, {}
         self._marks = [(OTHER, self.timer.now())]
 
     def enter(self, activity: Activity) -> Activity:
@@ -137,6 +139,10 @@ class Clock:
             self._held = held
             self.enter(before)
 
+    def send(self, axis: str, nbytes: float) -> None:
+        """This rank sends so many bytes in a collective that is issued now."""
+        self._sent[axis] = self._sent.get(axis, 0.0) + nbytes
+
     def group(self, members: tuple[int, ...], axis: str) -> Group:
         """The record of a group, made when it is first asked for."""
         found = self.groups.get(members)
@@ -148,7 +154,8 @@ class Clock:
         """What was marked since `begin`, to be read later: the step ends here."""
         marks, self._marks = self._marks, []
         issued = {group: (group.base, group.issued - group.base) for group in self.groups.values()}
-        return Taken(marks=marks, end=self.timer.now(), issued=issued)
+        sent, self._sent = self._sent, {}
+        return Taken(marks=marks, end=self.timer.now(), issued=issued, sent=sent)
 
 
 def spent(taken: Taken, timer: Timer) -> Spent:

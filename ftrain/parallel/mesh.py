@@ -107,6 +107,7 @@ class Mesh:
         group = self.group(axes)
         if group is not None:
             before = self.clock.enter(self._wait(axes))
+            self._sends(axes, 2 * tensor.nbytes)
             dist.all_reduce(tensor, group=group)
             self.clock.enter(before)
         return tensor
@@ -117,6 +118,7 @@ class Mesh:
         if len(members) > 1:
             group = self.clock.group(members, "tp")
             before = self.clock.enter(Wait(group, group.ticket()))
+            self.clock.send("tp", 2 * tensor.nbytes * (width - 1) / width)
             dist.all_reduce(tensor, group=self._groups[members])
             self.clock.enter(before)
         return tensor
@@ -124,17 +126,20 @@ class Mesh:
     def start_sum(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to sum a tensor over `axes`, in place."""
         group = self.group(axes)
+        self._sends(axes, 2 * tensor.nbytes)
         return self._pending(tensor, axes, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
 
     def start_max(self, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to take the largest of each element over `axes`, in place."""
         group = self.group(axes)
+        self._sends(axes, 2 * tensor.nbytes)
         largest = dist.ReduceOp.MAX
         work = None if group is None else dist.all_reduce(tensor, op=largest, group=group, async_op=True)
         return self._pending(tensor, axes, work)
 
     def start_gather(self, out: torch.Tensor, part: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Begin to fill `out` with everybody's `part` one after the other (both contiguous, compared flat)."""
+        self._sends(axes, out.nbytes)
         work = _all_gather(out.view(-1), part.view(-1), group=self.group(axes), async_op=True)
         return self._pending(out, axes, work)
 
@@ -154,6 +159,7 @@ class Mesh:
     def _scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
         """Host tensors are exchanged and added here, in the order of the ranks: Gloo's own takes two to nine times as long."""
         group = self.group(axes)
+        self._sends(axes, whole.nbytes)
         if not whole.is_cpu:
             return self._pending(out, axes, _reduce_scatter(out.view(-1), whole.view(-1), group=group, async_op=True))
         parts = whole.new_empty(whole.numel() // out.numel(), out.numel())
@@ -167,6 +173,7 @@ class Mesh:
     def start_all_gather(self, flat: torch.Tensor) -> Pending:
         """Begin to."""
         group = self.group(SHARD_AXES)
+        self._sends(SHARD_AXES, flat.nbytes)
         work = None if group is None else _all_gather(flat, self.region(flat), group=group, async_op=True)
         return self._pending(flat, SHARD_AXES, work)
 
@@ -174,6 +181,7 @@ class Mesh:
         """Begin to send (True) or receive (False) tensors to or from other ranks of an axis, by their index, as one batch."""
         group = self.group((axis,))
         here = self.coordinate
+        self.clock.send(axis, sum(tensor.nbytes for tensor, _, sends in transfers if sends))
         operations = [
             dist.P2POp(dist.isend if sends else dist.irecv, tensor, self.shape.rank(replace(here, **{axis: peer})), group)
             for tensor, peer, sends in transfers
@@ -189,12 +197,23 @@ class Mesh:
     def _pending(self, tensor: torch.Tensor, axes: tuple[Axis, ...], work: Work | None) -> Pending:
         return Pending(tensor) if work is None else Pending(tensor, work, self.clock, self._wait(axes))
 
-    def _wait(self, axes: tuple[Axis, ...]) -> Wait:
-        """What waiting for the collective counts as that is issued now."""
+    def _sends(self, axes: tuple[Axis, ...], nbytes: int) -> None:
+        """What a ring sends of a buffer of so many bytes from each of its members: all but its own part."""
+        if self.group(axes) is not None:
+            group = self._counted(axes)
+            self.clock.send(group.axis, nbytes * (len(group.members) - 1) / len(group.members))
+
+    def _counted(self, axes: tuple[Axis, ...]) -> Group:
+        """The clock's record of a group of more than one member."""
         group = self._waits.get(axes)
         if group is None:
             axis = next(axis for axis in ("dp", "pp", "cp", "tp") if axis in axes and self.shape.size(axis) > 1)
             group = self._waits[axes] = self.clock.group(self.shape.group(self.rank, axes), axis)
+        return group
+
+    def _wait(self, axes: tuple[Axis, ...]) -> Wait:
+        """What waiting for the collective counts as that is issued now."""
+        group = self._counted(axes)
         return Wait(group, group.ticket())
 
     # -- measurements: told apart from the collectives of a step, and not among them ---------------------------------------

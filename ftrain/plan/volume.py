@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
+from itertools import pairwise
 
 from ftrain.config import Axis
+from ftrain.parallel.schedule import Placement, rank_of
 from ftrain.plan import state
 from ftrain.plan.params import heaviest, largest, shard
 from ftrain.plan.setup import Setup
@@ -53,7 +56,7 @@ def volumes(setup: Setup) -> tuple[Volume, ...]:
         Volume(name="CP", axes=("cp",), members=mesh.cp, nbytes=_context(setup) * layers * m,
                formula="3 x (c-1) x 2 x (s/c) b kv/t x w x layers x m (forward once, backward about twice)"),
         Volume(name="PP", axes=("pp",), members=mesh.pp, nbytes=_pipeline(setup) * m,
-               formula="2 x w sbh/(c r) x v x m (activations on, gradients back; never weights)"),
+               formula="2 x w sbh/(c r) x v x m (activations on, gradients back; never weights; ends send one less)"),
         _data(setup),
     )  # fmt: skip
     return tuple(volume for volume in found if volume.members > 1)
@@ -65,7 +68,19 @@ def _context(setup: Setup) -> Fraction:
 
 
 def _pipeline(setup: Setup) -> Fraction:
-    return 2 * activation_bytes(setup) / setup.sp * setup.chunks
+    return activation_bytes(setup) / setup.sp * hand_offs(setup.mesh.pp, setup.chunks, setup.placement)
+
+
+@cache
+def hand_offs(p: int, v: int, placement: Placement) -> int:
+    """Sends of the busiest pipeline rank for one micro-batch: 2 v between others; the ends have nobody before or behind."""
+    owners = [rank_of(stage, num_ranks=p, placement=placement) for stage in range(p * v)]
+    sends = [0] * p
+    for one, two in pairwise(owners):
+        if one != two:
+            sends[one] += 1  # the activation on
+            sends[two] += 1  # its gradient back
+    return max(sends)
 
 
 def _data(setup: Setup) -> Volume:

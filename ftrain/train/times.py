@@ -26,9 +26,12 @@ from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.pipeline import durations
 from ftrain.parallel.program import Instruction
 from ftrain.parallel.schedule import Action, Kind, Schedule
+from ftrain.parallel.shape import AXES
 from ftrain.train.passes import Passes
 
 BUCKETS = (COMPUTE, "tp", "cp", "pp", "dp", "bubble", "imbalance", DATA, CHECKPOINT, EVALUATE, OTHER)
+MEMORY = len(BUCKETS)  # of a rank's values, behind its buckets: used, reserved, peak
+SENT = MEMORY + 3  # behind these: bytes along each axis
 KINDS = tuple(Kind)
 DIGITS = 7
 """Of seconds: a tenth of a microsecond."""
@@ -123,6 +126,7 @@ class Times:
         own = _buckets(found, [values.tolist() for values in waits.values()], idle, self._mesh.shape.world)
         now = seam.memory(self._device)
         values = [own[bucket] for bucket in BUCKETS] + [float(now.used), float(now.reserved), float(now.peak)]
+        values += [taken.sent.get(axis, 0.0) for axis in AXES]
         into, collection = self._mesh.start_collection(torch.tensor(values, dtype=torch.float64))
         yield
         if collection is not None:
@@ -195,7 +199,8 @@ def _summary(step: int, ranks: Sequence[Sequence[float]], mesh: Mesh, **told: An
         step=step,
         mean=_mean(ranks),
         worst=worst,
-        memory=[RankMemory(rank, places[rank], *map(int, values[len(BUCKETS) :])) for rank, values in enumerate(ranks)],
+        memory=[RankMemory(rank, places[rank], *map(int, values[MEMORY:SENT])) for rank, values in enumerate(ranks)],
+        sent={axis: most for index, axis in enumerate(AXES) if (most := max(values[SENT + index] for values in ranks))},
         stages=[
             _mean([values for rank, values in enumerate(ranks) if places[rank] == stage])
             for stage in range(shape.pp)

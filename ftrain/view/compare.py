@@ -164,11 +164,18 @@ def _memory(a: Side, b: Side) -> list[Row]:
 def _traffic(a: Side, b: Side) -> list[Row]:
     sent = [{volume.name: float(volume.nbytes) for volume in of.predicted.volumes} if of.predicted else {} for of in (a, b)]
     names = dict.fromkeys([*sent[0], *sent[1]])
-    return [
-        Row(key=f"traffic_{name.lower().replace(' ', '')}", label=f"sent by a rank in an update, {name}", unit="B",
+    axes = dict.fromkeys([*a.measured.sent, *b.measured.sent])
+    counted = [
+        Row(key=f"sent_{axis}", label=f"sent by a rank in a step along {axis}", unit="B", a=a.measured.sent.get(axis, 0.0),
+            b=b.measured.sent.get(axis, 0.0), how="counted as rings: the busiest rank, median of the steps")
+        for axis in axes
+    ]  # fmt: skip
+    predicted = [
+        Row(key=f"traffic_{name.lower().replace(' ', '')}", label=f"sent by a rank in an update, {name}, predicted", unit="B",
             a=sent[0].get(name, 0.0), b=sent[1].get(name, 0.0), how="ftrain plan traffic: the busiest rank, counted as rings")
         for name in names
     ]  # fmt: skip
+    return [*counted, *predicted]
 
 
 def _history(a: Side, b: Side) -> list[Row]:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from ftrain.plan import cost
+from ftrain.plan.volume import Volume
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import show
 from ftrain.view.predict import Predicted, predict
@@ -93,10 +94,18 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
         )
     rows += [
         _row(f"sent_{volume.name.lower().replace(' ', '')}", f"bytes that a rank sends in an update, {volume.name}", "B", None,
-             (float(volume.nbytes), None), "ftrain plan traffic, the busiest rank | not counted by the engine")
+             (float(volume.nbytes), _sent(said, found, volume)), "ftrain plan traffic | counted; rings, the busiest rank")
         for volume in said.volumes
     ]  # fmt: skip
     return rows
+
+
+def _sent(said: Predicted, found: Measured, volume: Volume) -> float | None:
+    """What was counted for a predicted group. Where CP is all there is to DP x CP, both share a count: neither is compared."""
+    parallel = said.setup.config.parallel
+    if not found.sent or parallel.sharding != "zero1" or (said.setup.mesh.dp == 1 and said.setup.mesh.cp > 1):
+        return None
+    return found.sent.get({"DP x CP": "dp"}.get(volume.name, volume.name.lower()), 0.0)
 
 
 def _stage(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:

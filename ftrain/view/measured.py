@@ -44,6 +44,8 @@ class Measured:
     memory: tuple[RankMemory, ...] = ()
     stages: tuple[Mapping[str, float], ...] = ()
     """Of each pipeline rank: bucket -> seconds of a step; empty without a pipeline."""
+    sent: Mapping[str, float] = field(default_factory=dict)
+    """Axis -> bytes that the busiest rank sent in a step."""
     device: str = ""
     """As it calls itself; of a CPU the memory is that of the whole process, libraries included."""
     actions: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -99,6 +101,7 @@ def measured(run: Recorded) -> Measured:
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
         memory=tuple(_memory(times)),
+        sent=_medians([line["sent"] for line in times if line.get("sent")]),
         device=str(times[-1].get("device", "")) if times else "",
         stages=_by_place([line["stages"] for line in times if line.get("stages")]),
         actions=_actions([line["actions"] for line in times if line.get("actions")]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from founding import ROOT, ask
@@ -13,6 +14,7 @@ from ftrain.parallel.shape import mesh_shape
 from ftrain.parallel.stages import config_parameters, stage_plan
 from ftrain.plan import profile
 from ftrain.plan.setup import Setup, options_of
+from ftrain.plan.volume import hand_offs
 
 CONFIG = "configs/llama3-8b.toml --hardware h100"
 INTERLEAVED = "--set parallel.pp=4 --set parallel.schedule=interleaved --set parallel.virtual_stages=2"
@@ -36,6 +38,23 @@ def test_recompute_and_overlap_are_the_configs() -> None:
     options = options_of(config)
     assert (options.recompute, options.overlap) == ("full", True)
     assert options_of(config, recompute="none").recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "placement", "sends"),
+    [
+        (1, 1, "loop", 0),
+        (2, 1, "loop", 1),
+        (8, 1, "loop", 2),
+        (2, 2, "loop", 3),
+        (4, 2, "loop", 4),
+        (2, 2, "vee", 2),
+        (4, 2, "vee", 4),
+    ],
+)
+def test_the_busiest_stage_hands_on_and_back_unless_it_is_an_end(p: int, v: int, placement: Any, sends: int) -> None:
+    """Counted along the chain of virtual stages; where two of them share a rank nothing is sent."""
+    assert hand_offs(p, v, placement) == sends
 
 
 @pytest.mark.parametrize("overrides", [INTERLEAVED, COUNTS, "--set parallel.pp=2 --set parallel.schedule=zb_v"])

@@ -15,6 +15,9 @@ from tiny import tiny
 from world import run_world
 
 from ftrain.parallel.mesh import Pending
+from ftrain.plan import profile
+from ftrain.plan.setup import Setup, options_of
+from ftrain.plan.volume import volumes
 from ftrain.ramp import position
 from ftrain.train.times import BUCKETS, Times
 
@@ -225,7 +228,8 @@ def test_a_slow_link_between_stages_is_pp():
 def test_every_axis_at_once_adds_up(tp):
     """Pipeline and replicas, reductions and gathers beside the computation, an unequal number of micro-batches."""
     parallel = {"tp": tp, "overlap_reduce": True, "overlap_gather": True}
-    reports, took = run(piped("1f1b", ranks=4 * tp, parallel=parallel, batch={"global_batch": 9}), nothing)
+    config = piped("1f1b", ranks=4 * tp, parallel=parallel, batch={"global_batch": 9})
+    reports, took = run(config, nothing)
     for index, report in enumerate(reports):
         shortest, longest = (statistics.mean(rank[index][end] for rank in took) for end in (0, 1))
         assert shortest - 1e-6 <= sum(report.mean.values()) <= longest + 1e-6
@@ -233,6 +237,27 @@ def test_every_axis_at_once_adds_up(tp):
         assert {of_rank.stage for of_rank in report.memory} == {0, 1}
     axes = ["pp", "dp", *(["tp"] if tp > 1 else [])]
     assert all(reports[-1].mean[bucket] > 0 for bucket in ("compute", "data", *axes))
+    for report in reports:
+        stages_are_told_apart(report)
+        bytes_are_those_of_the_plan(report, config)
+
+
+def stages_are_told_apart(report):
+    """The mean over the stages' means is that over the ranks: there are as many on each stage."""
+    assert len(report.stages) == 2
+    for bucket, mean in report.mean.items():
+        assert statistics.mean(stage[bucket] for stage in report.stages) == pytest.approx(mean, abs=2e-6)
+    assert set(report.actions) == {"F", "B"}
+    assert all(len(stages) == 2 and min(stages) > 0 for stages in report.actions.values())
+
+
+def bytes_are_those_of_the_plan(report, config):
+    """What a stage hands on is exact. Buckets are padded; the norm, votes, the embedding and the loss come on top."""
+    setup = Setup(config=config, profile=profile.load("laptop"), options=options_of(config))
+    said = {volume.name: float(volume.nbytes) for volume in volumes(setup)}
+    assert report.sent["pp"] == pytest.approx(said["PP"], rel=0.02)
+    assert said["DP x CP"] <= report.sent["dp"] <= 1.2 * said["DP x CP"]
+    assert report.sent.get("tp", 0.0) >= said.get("TP", 0.0)
 
 
 class TimelyWork(SlowWork):
