@@ -100,9 +100,14 @@ def alignment(setup: Setup, rank: int) -> int:
     if "specs" not in setup.memo:
         counts = tuple(len(layers) for layers in setup.stages)
         setup.memo["specs"] = parameters(setup.config.model, setup.mesh, layer_counts=counts, placement=setup.placement)
-    bucket_bytes = setup.config.parallel.bucket_mib * 2**20
-    buckets = plan_buckets(setup.memo["specs"], setup.mesh, Coordinate(pp=rank), bucket_bytes=bucket_bytes)
-    return sum(bucket.padding for bucket in buckets)
+    stages = setup.stages_of(rank)
+    alike = (*(len(setup.stages[stage]) for stage in stages), 0 in stages, len(setup.stages) - 1 in stages)
+    paddings = setup.memo.setdefault("alignment", {})
+    if alike not in paddings:  # most pipeline ranks are like another one
+        bucket_bytes = setup.config.parallel.bucket_mib * 2**20
+        buckets = plan_buckets(setup.memo["specs"], setup.mesh, Coordinate(pp=rank), bucket_bytes=bucket_bytes)
+        paddings[alike] = sum(bucket.padding for bucket in buckets)
+    return int(paddings[alike])
 
 
 def replicated(setup: Setup) -> int:

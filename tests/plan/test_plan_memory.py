@@ -8,13 +8,15 @@ import pytest
 from founding import ROOT, ask
 
 from ftrain.load import load, num_parameters
+from ftrain.parallel.buckets import plan_buckets
 from ftrain.parallel.layout import local_box, parameters
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, build, peak_in_flight
 from ftrain.parallel.shape import Coordinate
+from ftrain.parallel.stages import config_parameters
 from ftrain.parallel.shards import Shards
 from ftrain.plan import cost, memory, profile, state
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
-from ftrain.plan.params import replicated, shards
+from ftrain.plan.params import alignment, replicated, shards
 from ftrain.plan.schedule import bubble_of_compute, timeline
 from ftrain.plan.setup import Options, Setup, options_of
 from ftrain.plan.volume import half_ring, ring, volumes
@@ -174,3 +176,14 @@ def test_the_ring_keeps_two_blocks_and_all_gather_all_and_ones_own(cp: int) -> N
     }
     whole = 2 * 8192 * 1024 * (2 + 4)  # 8 heads of 128; bf16, and gradients in fp32
     assert kept == {"ring": Fraction(2 * whole, cp), "all_gather": Fraction((cp + 1) * whole, cp)}
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.schedule=interleaved", "parallel.virtual_stages=2")])
+def test_padding_of_each_rank_is_that_of_its_own_buckets(overrides: tuple[str, ...]) -> None:
+    """Ranks that look alike are planned once; each one's own plan has the same padding."""
+    config = load(str(ROOT / "configs" / "llama3-405b.toml"), overrides)
+    plan = Setup(config=config, profile=profile.load("h100"), options=options_of(config))
+    specs = config_parameters(config, plan.mesh)
+    for pp in range(plan.mesh.pp):
+        own = plan_buckets(specs, plan.mesh, Coordinate(pp=pp), bucket_bytes=config.parallel.bucket_mib * 2**20)
+        assert alignment(plan, pp) == sum(bucket.padding for bucket in own)
