@@ -12,8 +12,8 @@ from ftrain.parallel.buckets import plan_buckets
 from ftrain.parallel.layout import local_box, parameters
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, build, peak_in_flight
 from ftrain.parallel.shape import Coordinate
-from ftrain.parallel.stages import config_parameters
 from ftrain.parallel.shards import Shards
+from ftrain.parallel.stages import config_parameters
 from ftrain.plan import cost, memory, profile, state
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
 from ftrain.plan.params import alignment, replicated, shards
