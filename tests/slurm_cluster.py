@@ -148,12 +148,20 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def _step_daemons(self) -> list[int]:
+        """All slurmstepd of this cluster: one that cannot reach its controller any more waits for ever."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (folder / "comm").read_text().strip() == "slurmstepd":
+                    found += [int(folder.name)] if os.readlink(folder / "cwd").startswith(str(self.folder)) else []
+        return found
+
     def stop(self) -> None:
         """End all jobs and daemons, whatever state they are in."""
-        for name in self.names:
-            for pid in self._processes(name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in [*(pid for name in self.names for pid in self._processes(name)), *self._step_daemons()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         files = [*self.folder.glob("slurmd.*.pid"), self.folder / "slurmctld.pid", self.folder / "munge" / "pid"]
         pids = [int(file.read_text()) for file in files if file.exists()]
         for pid in pids:
