@@ -5,7 +5,7 @@
     memcpy    as many warm bytes, both ranks at once
     dcp_*     save, and async_save in thread and process mode, with the defaults and with a stager that is kept
 
-`dcp_stall_over_ours`: the best form's stall over ours. `dcp_wall_over_ours`: the fastest form's time to storage over ours.
+`dcp_stall_over_ours`: the best form's stall over ours (`dcp_defaults_...`: of those without a kept stager). `dcp_wall_over_ours`: the fastest form's time to storage over ours.
 `bytes_read_over_needed`: what a load under another layout reads over what its ranks hold, the worst of several.
 """
 
@@ -114,6 +114,7 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
         "dcp_stall_over_ours": common.ratio(min(stall[case] for case in peers), stall["ours"]),
         "dcp_wall_over_ours": common.ratio(min(wall[case] for case in peers), wall["ours"]),
         "bytes_read_over_needed": max(read.values()),
+        "dcp_defaults_stall_over_ours": common.ratio(min(stall["dcp_thread"], stall["dcp_process"]), stall["ours"]),
         "stall_over_memcpy": common.ratio(stall["ours"], stall["memcpy"]),
         "dcp_best_stall": min(peers, key=stall.__getitem__),
         "dcp_best_wall": min(peers, key=wall.__getitem__),

@@ -25,7 +25,8 @@ TILE_BYTES = 256 << 10
 """What a tile of a large array should have: small enough that another cut wastes little, large enough to copy fast."""
 SMALL_TILED_BYTES = 1 << 20
 """Arrays under this size are one tile unless somebody cuts them: reading one whole costs nothing."""
-FEWEST_ROWS = 8
+FEWEST_ROWS, FEWEST_TILES = 8, 32
+"""A cut that lies in a tile has it read twice: with 32 tiles along the rows, cuts into three or five cost 6 or 12 %."""
 LIKELY_CUTS = (8, 4, 2)
 NARROWEST, WIDEST = 64, 512
 
@@ -144,7 +145,8 @@ def tile_of(shape: Sequence[int], itemsize: int, cuts: Sequence[set[int]]) -> tu
             height = inner * min(shape[0], TILE_BYTES // (WIDEST * itemsize))
             tile[1] = _divisor(_unit(units[1], shape[1]), max(WIDEST, TILE_BYTES // height))
         across = inner * math.prod(tile[1:2])
-        tile[0] = _divisor(_unit(units[0], shape[0]), max(FEWEST_ROWS, TILE_BYTES // across))
+        rows = min(TILE_BYTES // across, shape[0] // FEWEST_TILES) if len(shape) > 1 else TILE_BYTES // across
+        tile[0] = _divisor(_unit(units[0], shape[0]), max(FEWEST_ROWS, rows))
     return _bounded(units, shape, itemsize, tile)
 
 

@@ -144,3 +144,13 @@ def test_times(tmp_path: Path) -> None:
     for case in result["cases"].values():
         assert case["measured_over_plain"] > 0
         assert sum(case["shares"].values()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_checkpointer(tmp_path: Path) -> None:
+    result = tiny("checkpointer", tmp_path)
+    assert {"dcp_stall_over_ours", "dcp_wall_over_ours", "bytes_read_over_needed", "stall_over_memcpy"} < result.keys()
+    assert result["verified_bytes"] > 0
+    assert 1 <= result["bytes_read_over_needed"] < 2
+    assert list(tmp_path.iterdir()) == []
