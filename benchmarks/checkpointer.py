@@ -5,7 +5,8 @@
     memcpy    as many warm bytes, both ranks at once
     dcp_*     save, and async_save in thread and process mode, with the defaults and with a stager that is kept
 
-`dcp_stall_over_ours`: the best form's stall over ours (`dcp_defaults_...`: of those without a kept stager). `dcp_wall_over_ours`: the fastest form's time to storage over ours.
+`dcp_stall_over_ours`: the best form's stall over ours (`dcp_defaults_...`: of those without a kept stager).
+`dcp_wall_over_ours`: the fastest form's time to storage over ours.
 `bytes_read_over_needed`: what a load under another layout reads over what its ranks hold, the worst of several.
 """
 
