@@ -54,10 +54,24 @@ def total():
     return sum(spec.size for spec in parameters(config().model, MeshShape()))
 
 
+CASES = {"zero1": {}, "fsdp": {}, "hfsdp": {"fsdp_inner": 2}}
+
+
+def _all_kept(rank, configs):
+    return [_kept(rank, own) for own in configs]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """What each of four ranks keeps, by sharding."""
+    configs = [config(sharding=sharding, **options) for sharding, options in CASES.items()]
+    return dict(zip(CASES, zip(*run_world(_all_kept, 4, configs), strict=True), strict=True))
+
+
 @pytest.mark.dist
-def test_row_32_everything_is_cut_and_a_block_is_gathered_twice():
+def test_row_32_everything_is_cut_and_a_block_is_gathered_twice(kept):
     """Weights, gradients and moments a quarter each; two micro-batches: each block gathered for each forward and backward."""
-    for weights, grads, moments, _, gathered in run_world(_kept, 4, config(sharding="fsdp")):
+    for weights, grads, moments, _, gathered in kept["fsdp"]:
         assert (weights, grads, moments) == (total() // 4,) * 3
         assert {name: count for name, count in gathered.items() if name.startswith("layers")} == {
             name: 2 * 2 for name in gathered if name.startswith("layers")
@@ -66,9 +80,9 @@ def test_row_32_everything_is_cut_and_a_block_is_gathered_twice():
 
 
 @pytest.mark.dist
-def test_row_34_a_half_a_half_and_a_quarter():
+def test_row_34_a_half_a_half_and_a_quarter(kept):
     """2 groups x 2 members: weights and gradients half each within a group, moments a quarter over all four."""
-    for weights, grads, moments, _, _ in run_world(_kept, 4, config(sharding="hfsdp", fsdp_inner=2)):
+    for weights, grads, moments, _, _ in kept["hfsdp"]:
         shares = [Fraction(count, total()) for count in (weights, grads, moments)]
         assert shares == [Fraction(1, 2), Fraction(1, 2), Fraction(1, 4)]
 
@@ -83,9 +97,8 @@ def test_row_34_members_of_a_group_are_neighbours():
 
 
 @pytest.mark.dist
-def test_row_61_zero1_cuts_the_optimizer_only():
+def test_row_61_zero1_cuts_the_optimizer_only(kept):
     """Over four: 2 + 4 + 12 / 4 = 9 bytes a parameter with ZeRO-1, 16 / 4 = 4 with FSDP, whose weights are the masters."""
-    found = {sharding: run_world(_kept, 4, config(sharding=sharding)) for sharding in ("zero1", "fsdp")}
-    assert all(nbytes == 4 * total() for *_, nbytes, _ in found["fsdp"])
-    for *_, nbytes, _ in found["zero1"]:
+    assert all(nbytes == 4 * total() for *_, nbytes, _ in kept["fsdp"])
+    for *_, nbytes, _ in kept["zero1"]:
         assert nbytes == pytest.approx(9 * total(), rel=0.05)  # aligned buckets are padded by up to 4 %
