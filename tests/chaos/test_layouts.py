@@ -72,6 +72,7 @@ def test_two_slots_are_enough(point: str, corpus: str, tmp_path: Path, unbroken:
     assert ready == ([0, 9] if point == "copy" else [0, 12])
 
 
+@pytest.mark.slow
 def test_a_run_that_copies_beside_its_steps_and_stores_no_weights_is_the_same_run(
     corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_run_that_copies_beside_its_steps_and_stores_no_weights_is_the_same_ru
 
     (Report 11 of the cases: a run that resumes from a checkpoint saved asynchronously goes on as from one that was not.)
     """
-    killed = '[[faults]]\nkind = "kill"\nat = "step"\nstep = 13\nrank = 1\n'
+    killed = '[[faults]]\nkind = "kill"\nat = "step"\nstep = 13\nrank = 0\n'
     run = TinyRun(folder=tmp_path, corpus=corpus, extra=killed)
     assert run.run("--set", "checkpoint.weights=false", "--set", "checkpoint.overlap=true")[0] == 0
     step, digests = stored_digests(run.url)
