@@ -8,6 +8,10 @@ with benchmarks/peers/torchrun_train.py, whose rank 0 does `torch.save` to tmpfs
 of a round kill the same rank, equally long after a snapshot (drawn from the seed). Steps that the dying attempt still
 finishes count as finished before. A run that has not recovered after 60 s is counted as such; in the medians it stands as 60
 s for us, and not at all for the peer.
+
+NVIDIA's `ft_launcher` with the same script is a further row where it can be imported, or with --nvrx FOLDER, made by
+
+    pip install --no-deps --target FOLDER nvidia-resiliency-ext defusedxml nvidia-ml-py pynvml
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +153,18 @@ class Torchrun(Trial):
         return None
 
 
+class FtLauncher(Torchrun):
+    """NVIDIA Resiliency Extension's launcher with the peer's script."""
+
+    def command(self) -> list[str]:
+        words = ["--nnodes", "1", "--nproc-per-node", str(RANKS), "--max-restarts", "100", "--ignore-missing-fault-tol-cfg"]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        return [sys.executable, "-m", FT_MODULE, *words, *super().command()[-2:]]
+
+
+FT_MODULE = "nvidia_resiliency_ext.fault_tolerance.launcher"
+
+
 def lines(path: Path) -> list[bytes]:
     """The whole lines of a growing file."""
     with contextlib.suppress(FileNotFoundError):
@@ -237,17 +254,18 @@ def record(samples: Sequence[Sample], failed_s: float | None) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, tmpfs: Path, *, rounds: int, seed: int) -> dict[str, Any]:
+def run(folder: Path, tmpfs: Path, *, rounds: int, seed: int, nvrx: bool = False) -> dict[str, Any]:
     """The whole benchmark; the result as it is printed."""
     machine, randoms = common.Machine(), random.Random(seed)
     kills = [Kill.draw(randoms) for _ in range(rounds)]
-    samples: dict[str, list[Sample]] = {"ours": [], "torchrun": []}
+    kinds = {"torchrun": Torchrun, **({"ft_launcher": FtLauncher} if nvrx else {})}
+    samples: dict[str, list[Sample]] = {"ours": [], **{name: [] for name in kinds}}
 
     def case(name: str, number: int) -> float:
-        place, memory = folder / f"{name}-{number}", tmpfs / str(number)
+        place, memory = folder / f"{name}-{number}", tmpfs / f"{name}-{number}"
         place.mkdir()
-        memory.mkdir(exist_ok=True)
-        trial = Ours(place, seed) if name == "ours" else Torchrun(place, seed, memory)
+        memory.mkdir()
+        trial = Ours(place, seed) if name == "ours" else kinds[name](place, seed, memory)
         samples[name].append(sample(trial, kills[number], place / "log"))
         return samples[name][-1].seconds or LIMIT_S
 
@@ -262,6 +280,7 @@ def run(folder: Path, tmpfs: Path, *, rounds: int, seed: int) -> dict[str, Any]:
         "n": rounds,
         "ours": ours,
         "torchrun": torchrun,
+        "ft_launcher": record(samples["ft_launcher"], None) if nvrx else None,
         "model": {**MODEL, **BATCH, "snapshot_steps": SNAPSHOT_STEPS},
         "machine": machine.record(),
     }
@@ -274,9 +293,14 @@ def tmpfs_root() -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    args = common.options(__doc__.splitlines()[0], rounds=5).parse_args(argv)
+    parser = common.options(__doc__.splitlines()[0], rounds=5)
+    parser.add_argument("--nvrx", metavar="FOLDER", help="folder with nvidia-resiliency-ext, for a further row")
+    args = parser.parse_args(argv)
+    if args.nvrx:
+        os.environ["PYTHONPATH"] = os.pathsep.join([args.nvrx, os.environ.get("PYTHONPATH", "")])
+    nvrx = bool(args.nvrx) or find_spec("nvidia_resiliency_ext") is not None
     with common.scratch(args.dir) as folder, tempfile.TemporaryDirectory(prefix="ftrain-bench-", dir=tmpfs_root()) as tmpfs:
-        result = run(folder, Path(tmpfs), rounds=1 if args.tiny else args.rounds, seed=args.seed)
+        result = run(folder, Path(tmpfs), rounds=1 if args.tiny else args.rounds, seed=args.seed, nvrx=nvrx)
     names = ("ours_median_s", "torchrun_median_s", "ours_non_recoveries", "torchrun_non_recoveries", "ours_over_torchrun")
     common.emit(result, quiet=args.json, rows=[(name, result[name]) for name in names])
     return 0

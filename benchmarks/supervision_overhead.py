@@ -135,6 +135,7 @@ class Bare(Side):
                     stderr=out,
                     stdin=subprocess.DEVNULL,
                     env=environment(),
+                    start_new_session=True,  # as our workers: schedulers share the processors out by session
                 )
                 for rank in range(RANKS)
             ]

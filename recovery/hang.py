@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 Kind = Literal["stopped", "disk", "loop", "lock", "asleep", "parted", "network", "unknown"]
 
@@ -78,6 +79,15 @@ def culprit(stalled: Sequence[int], log: Iterable[str], host: Iterable[str]) -> 
         return Culprit(kind="network", reason=f"all {len(stalled)} ranks wait in the same collective ({where})")
     first = stalled[0] if stalled else None
     return Culprit(kind="unknown", rank=first, reason="the least advanced; what it does is not known")
+
+
+def with_collectives(found: Culprit, issued: Mapping[int, int]) -> Culprit:
+    """The same, with what the ranks counted (rank -> collectives issued): who never joined has issued fewer than the others."""
+    mine = issued.get(found.rank) if found.rank is not None else None
+    others = [number for rank, number in issued.items() if rank != found.rank and number]
+    if not mine or not others or mine == max(others):
+        return found
+    return replace(found, reason=f"{found.reason}; it has issued {mine} collectives, others up to {max(others)}")
 
 
 Stacks = Mapping[int, Sequence[Frame]]

@@ -58,19 +58,22 @@ class HeartbeatWriter:
         self.rank = rank
         self.attempt = attempt
         self.step = -1
+        self.collective = 0
         self.busy_s = 0.0
         self._page = mmap.mmap(fd, os.fstat(fd).st_size)
         self._start = index * RECORD_SIZE
         self._count = 0
 
-    def beat(self, phase: str, *, step: int | None = None, microbatch: int = 0, collective: int = 0) -> None:
-        """Say where this rank is now. `step` stays what it was unless given."""
+    def beat(self, phase: str, *, step: int | None = None, microbatch: int = 0, collective: int | None = None) -> None:
+        """Say where this rank is now. `step` and `collective` stay what they were unless given."""
         if step is not None:
             self.step = step
+        if collective is not None:
+            self.collective = collective
         self._count += 1
         text = phase.encode()[:PHASE_SIZE]
         now = time.monotonic()
-        body = BODY.pack(self._count, self.rank, self.attempt, self.step, microbatch, collective, now, self.busy_s, text)
+        body = BODY.pack(self._count, self.rank, self.attempt, self.step, microbatch, self.collective, now, self.busy_s, text)
         record = body + CRC.pack(zlib.crc32(body))
         self._page[self._start : self._start + len(record)] = record
 

@@ -98,7 +98,8 @@ class Inquest:
         self._handling.stop_workers("another rank failed" if not trouble.stalled else "no progress")
         gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=("the agent did not answer",))
         if trouble.stalled:
-            said = (blame(self._desk.journal, attempt.number, ranks, gathered), *said)
+            issued = {rank: beat.collective for rank, beat in attempt.beats.items()}
+            said = (blame(self._desk.journal, attempt.number, ranks, gathered, issued), *said)
         return attempt.complete(gathered, (*lines, *said), self._spec.node)
 
     def _suspect(self, attempt: Attempt, trouble: Trouble) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from recovery.classify import classify
 from recovery.delegate import AttemptEndInfo
 from recovery.events import Verdict
 from recovery.evidence import Evidence
-from recovery.hang import culprit
+from recovery.hang import culprit, with_collectives
 from recovery.journal import Journal
 from recovery.policy import Decision, Limits, decide
 from recovery.state import RunState
@@ -80,9 +80,11 @@ def keep(folder: Path, verdict_id: str, evidence: Evidence) -> None:
         log.warning("the evidence of %s is not kept: %s", verdict_id, error)
 
 
-def blame(journal: Journal, attempt: int, ranks: Sequence[int], gathered: Evidence) -> str:
+def blame(
+    journal: Journal, attempt: int, ranks: Sequence[int], gathered: Evidence, issued: Mapping[int, int] | None = None
+) -> str:
     """Nobody makes progress: who of `ranks` (the least advanced first) is to blame, on record and as a line of evidence."""
-    found = culprit(ranks, gathered.log, gathered.scheduler)
+    found = with_collectives(culprit(ranks, gathered.log, gathered.scheduler), issued or {})
     now, reason = time.time(), f"{found.kind}: {found.reason}"
     journal.append(events.Suspected(t=now, attempt=attempt, reason=reason, since=now, rank=found.rank))
     return found.line()

@@ -26,6 +26,7 @@ from recovery.events import (
     Event,
     EvidenceLine,
     InterruptionClassified,
+    LayoutChosen,
     ProcessDied,
     Ready,
     Relabelled,
@@ -67,6 +68,17 @@ class AttemptRow(Struct, kw_only=True):
     steps: int = 0
     steps_lost: int = 0
     ended_by: str = ""
+
+
+class LayoutRow(Struct, frozen=True, kw_only=True):
+    """A decision to cut the ranks in another way. `tokens_per_s`: predicted, over that of the layout before."""
+
+    t: float
+    was: str
+    layout: str
+    reason: str
+    costs: str
+    tokens_per_s: float | None
 
 
 class InterruptionRow(Struct, kw_only=True):
@@ -142,6 +154,7 @@ class Report(Struct, frozen=True, kw_only=True):
     mtbf_high_s: float | None
     checkpoints: CheckpointRows
     tokens_per_s_by_hour: dict[int, float]  # hour of the day, UTC
+    layouts: list[LayoutRow] = []
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for a JSON writer."""
@@ -184,6 +197,7 @@ class ReportBuilder:
         self._state = RunState()
         self._accounts = Accounts()
         self._attempts: dict[int, AttemptRow] = {}
+        self._layouts: list[LayoutRow] = []
         self._interruptions: dict[str, InterruptionRow] = {}
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
@@ -209,6 +223,8 @@ class ReportBuilder:
                 )
             case Ready():
                 self._ready(event, before)
+            case LayoutChosen():
+                self._layouts.append(LayoutRow(**{name: getattr(event, name) for name in LayoutRow.__struct_fields__}))
             case ProcessDied() | Suspected():
                 self._sign(event)
             case InterruptionClassified() | Decided() | Relabelled():
@@ -248,6 +264,7 @@ class ReportBuilder:
             mtbf_high_s=high_s,
             checkpoints=self._checkpoints,
             tokens_per_s_by_hour={hour: tokens / s for hour, (tokens, s) in sorted(self._hours.items()) if s > 0},
+            layouts=list(self._layouts),
         )
 
     def _ready(self, event: Ready, step_before: int) -> None:

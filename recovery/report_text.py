@@ -35,10 +35,18 @@ def lines(report: Report) -> list[str]:
             map(_attempt, report.attempts),
         ),
         "",
+        *_layouts(report),
         *_interruptions(report),
         *_causes(report),
         *_checkpoints(report),
     ]
+
+
+def _layouts(report: Report) -> list[str]:
+    if not report.layouts:
+        return []
+    rows = [f"  {_clock(row.t)}  {row.was} -> {row.layout}: {row.reason}; costs {row.costs}" for row in report.layouts]
+    return ["changes of layout", *rows, ""]
 
 
 def explain(events: Iterable[Event], attempt: int) -> list[str]:

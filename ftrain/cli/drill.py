@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     "--every", "gap_s", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Mean seconds between faults."
 )
 @click.option(
-    "--faults", default="all", show_default=True, help="Kinds, by comma; `ftrain drill CONFIG --faults help` lists them."
+    "--faults",
+    default="all",
+    show_default=True,
+    help="Kinds, by comma (`--faults help` lists them), or table5: the mix of Llama 3's interruptions.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which faults, when, to whom.")
 @click.option("--folder", type=click.Path(file_okay=False), help="Where both runs go; by default run.url with -drill.")
@@ -55,14 +58,14 @@ def drill(
     from ftrain.compose.paths import is_local
     from ftrain.load import load
 
-    kinds = chosen(faults)
+    kinds = chosen("all" if faults == "table5" else faults)
     with told():
         config = load(config_path, overrides)
         if folder is None and not is_local(config.run.url):
             render.fail(f"{config.run.url} is not a local folder: say --folder", ExitCode.USAGE)
         place = Path(folder or config.run.url.removeprefix("file://").rstrip("/") + "-drill").absolute()
         try:
-            orders = Orders(minutes=minutes, mean_gap_s=gap_s, kinds=kinds, seed=seed)
+            orders = Orders(minutes=minutes, mean_gap_s=gap_s, kinds=kinds, seed=seed, table_5=faults == "table5")
             outcome = carry_out(config, place, orders, render.note)
         except DrillError as error:
             render.fail(str(error), ExitCode.DAMAGED)
@@ -108,6 +111,8 @@ def show(outcome: Outcome) -> None:
         render.data(f"no fault of ours: {row.class_}: {row.reason}")
     render.data(f"\neffective time {outcome.effective_time:.1%}; started again by hand {outcome.restarts} times")
     same = "equal" if outcome.equal else f"DIFFERENT: {', '.join(outcome.different[:5])}"
+    if outcome.seams:
+        same += f"; {outcome.seams} changes of layout, proved by digests; bit for bit up to the first, the same tokens after"
     render.data(f"state of step {outcome.step}, recomputed from storage: {same}")
 
 

@@ -24,19 +24,19 @@ from msgspec.structs import replace
 
 from ftrain.compose.ledgers import LedgerTail, read_ledger
 from ftrain.compose.proof import stored_digests
-from ftrain.compose.strikes import BY_NAME, Strike, Struck, confusion, inside, match, plan
+from ftrain.compose.strikes import BY_NAME, TABLE_5, Strike, Struck, confusion, inside, match, named, plan
 from ftrain.config import Config, Fault
 from ftrain.load import to_toml
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
-from recovery.events import CheckpointCommitted, Event, steps_of
+from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, steps_of
 from recovery.launch import python
 from recovery.report import InterruptionRow, report
 
 POLL_S = 0.05
 PATIENCE = 6.0  # times the expected time, until a drill is called failed
 LEAST_PATIENCE_S = 180.0
-RESTARTS = 20
+RESTARTS = 40
 
 Say = Callable[[str], None]
 
@@ -51,6 +51,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     step: int
     equal: bool
     different: tuple[str, ...]
+    seams: int
+    """Changes of layout. If there were any, equal means: digests at each, bit for bit up to the first, the same tokens."""
     struck: list[Struck]
     unexplained: list[InterruptionRow]
     confusion: dict[str, dict[str, int]]
@@ -70,6 +72,7 @@ class Orders(Struct, frozen=True, kw_only=True):
     mean_gap_s: float
     kinds: tuple[str, ...]
     seed: int = 0
+    table_5: bool = False
 
 
 def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
@@ -80,7 +83,14 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
     unbroken = Course(variant(config, folder / "unbroken"), folder)
     say(f"the unbroken run, for {half_s:.0f} s")
     step = unbroken.run_alone(half_s)
-    strikes = plan(orders.kinds, seed=orders.seed, seconds=half_s, mean_gap_s=orders.mean_gap_s, ranks=config.parallel.ranks)
+    strikes = plan(
+        orders.kinds,
+        seed=orders.seed,
+        seconds=half_s,
+        mean_gap_s=orders.mean_gap_s,
+        ranks=config.parallel.ranks,
+        weights=TABLE_5 if orders.table_5 else None,
+    )
     faults = inside(strikes, steps=step, seconds=half_s)
     broken = Course(variant(config, folder / "broken", faults), folder)
     say(f"the run under fire, to the checkpoint of step {step}: {len(strikes)} strikes planned")
@@ -98,6 +108,9 @@ def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config
         backoff_s=0.1,
         notice="",
         corruption="report",
+        quarantine_s=15.0,
+        quarantine_max_s=15.0,
+        layout_hold_s=5.0,
     )
     return replace(
         config,
@@ -119,6 +132,8 @@ class Course:
         self._log = folder / f"{self.url.name}.log"
         self._tail = LedgerTail(self.local / "ledger", from_start=True)
         self._every = config.checkpoint.every_steps
+        self.parent = 0
+        """Pid of `ftrain run`."""
         self.committed: list[int] = []
         self.step = 0
         self.restarts = 0
@@ -130,6 +145,7 @@ class Course:
             process = subprocess.Popen(
                 python("ftrain.cli.entry", "run", str(self._toml)), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+        self.parent = process.pid
         try:
             yield process
         finally:
@@ -214,6 +230,7 @@ class Fire:
         kind = BY_NAME[strike.kind]
         status = self._course.status()
         pid = victim(self._course.local, kind.target, strike.rank, status) if status else None
+        pid = self._course.parent if kind.target == "parent" else pid
         spared = kind.what == "damage" and len(set(self._course.committed)) < 2  # there must be one to go back to
         if status is None or status["phase"] != "running" or not pid or spared:
             return  # not now: tried again at the next tick
@@ -271,14 +288,45 @@ def damage(url: Path, step: int) -> None:
 
 def fired(course: Course, kinds: Sequence[str]) -> list[Struck]:
     """What workers did to themselves, by the markers that they left (`ftrain.faults`)."""
-    names = {BY_NAME[name].what: name for name in kinds if BY_NAME[name].target == "inside"}
     found: list[Struck] = []
     for number, fault in enumerate(course.config.faults):
         marker = course.local / "faults" / f"fault-{number}"
         if marker.exists():
             t = marker.stat().st_mtime
-            found.append(Struck(kind=names[fault.kind], t=t, pid=0, rank=fault.rank, step=fault.step))
+            found.append(Struck(kind=named(fault), t=t, pid=0, rank=fault.rank, step=fault.step))
     return found
+
+
+def seam_proofs(told: Sequence[Event]) -> list[bool]:
+    """For each attempt under another layout than the one before: whether its state was proved by digests."""
+    layouts: dict[int, tuple[str, str]] = {}
+    before, found = "", []
+    for event in told:
+        if isinstance(event, AttemptStarted):
+            layouts[event.attempt], before = (before, event.layout), event.layout
+        elif isinstance(event, Ready) and (pair := layouts.pop(event.attempt, ("", ""))) and pair[0] not in ("", pair[1]):
+            found.append(event.proof.startswith("digests") or event.source == "init")
+    return found
+
+
+def first_seam(told: Sequence[Event]) -> int:
+    """The step whose state was the first to be loaded under another layout; 0 if there was none."""
+    before = ""
+    for event in told:
+        if isinstance(event, AttemptStarted):
+            if before not in ("", event.layout):
+                return event.restored_step
+            before = event.layout
+    return 0
+
+
+def same_training(ours: Sequence[Event], theirs: Sequence[Event], step: int, seam: int) -> bool:
+    """Whether all steps up to `step` saw as many tokens, and those up to `seam` had the same loss, bit for bit. After it sums
+    are made in another order, and training amplifies the difference: only the state at the seam can be compared, by digests.
+    """
+    one, two = ({it.step: it for event in told for it in steps_of(event) if it.step <= step} for told in (ours, theirs))
+    same = all(one[it].loss == two[it].loss for it in one.keys() & two.keys() if it <= seam)
+    return same and one.keys() == two.keys() and all(one[it].tokens == two[it].tokens for it in one)
 
 
 def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Struck]) -> Outcome:
@@ -288,10 +336,14 @@ def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Stru
     struck, unexplained = match(strikes, made.interruptions)
     names = sorted(expected.keys() | found.keys())
     different = tuple(name for name in names if expected.get(name) != found.get(name))
+    seams = seam_proofs(told)
+    proved = all(seams) and same_training([*read_ledger(str(unbroken.url))], told, step, first_seam(told))
+    same = proved if seams else not different
     return Outcome(
         step=step,
-        equal=not different,
-        different=different,
+        equal=same,
+        different=different if not same else (),
+        seams=len(seams),
         struck=struck,
         unexplained=unexplained,
         confusion=confusion(struck),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from msgspec import Struct
 
-from ftrain.config import Fault, FaultKind
+from ftrain.config import Fault, FaultKind, FaultPoint
 from recovery.report import InterruptionRow
 
 NONE = "none"  # no interruption: the workers step on
@@ -21,16 +21,20 @@ TOGETHER_S = 2.0  # strikes this close may be one interruption
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """One kind of strike. `classes`: verdicts that are right; `target`: whose process is struck, or `inside`: a worker does
-    it to itself, between two steps (`ftrain.faults`).
+    """One kind of strike. `classes`: verdicts that are right; `target`: whose process is struck, or `inside`: a process of the
+    run does it to itself, at the named point `at` (`ftrain.faults`), in the words of `text`.
     """
 
     name: str
     target: str
     what: str
     classes: frozenset[str]
+    at: FaultPoint = "step"
+    text: str = ""
+    least_step: int = 1  # before that the run would not notice
 
 
+ECC = "CUDA error: uncorrectable ECC error encountered"
 KINDS: tuple[Kind, ...] = (
     Kind(name="worker-kill", target="worker", what="SIGKILL", classes=frozenset({"unknown"})),
     Kind(name="worker-segv", target="worker", what="SIGSEGV", classes=frozenset({"process_crash"})),
@@ -43,10 +47,27 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="exception", target="inside", what="raise", classes=frozenset({"software_error"})),
     Kind(name="loop", target="inside", what="loop", classes=frozenset({"collective_timeout"})),
     Kind(name="lock", target="inside", what="lock", classes=frozenset({"collective_timeout"})),
-    Kind(name="nan", target="inside", what="nan", classes=frozenset({NONE})),
+    Kind(name="nan", target="inside", what="nan", classes=frozenset({NONE}), at="gradients"),
+    Kind(name="flip", target="inside", what="flip", classes=frozenset({NONE}), at="gradients", least_step=20),
+    Kind(name="keeper-upload", target="inside", what="kill", classes=frozenset({NONE}), at="upload"),
+    Kind(name="mismatch", target="inside", what="part", classes=frozenset({"collective_timeout"}), at="gradients"),
+    Kind(name="gpu-error", target="inside", what="raise", classes=frozenset({"gpu_memory_error"}), text=ECC),
+    Kind(name="sigterm", target="parent", what="SIGTERM", classes=frozenset({NONE})),
     Kind(name="corrupt-newest", target="agent", what="damage", classes=frozenset({"unknown"})),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
+TABLE_5 = {
+    "gpu-error": 148 + 72 + 19 + 17 + 6,  # faulty GPU, HBM3, SRAM, system processor, thermal
+    "exception": 54 + 2,  # software bug, dependency
+    "worker-stop": 35 + 7,  # switch or cable, NIC: a rank that does not answer
+    "sigterm": 32,  # host maintenance
+    "loop": 4,  # NCCL watchdog timeouts, of unknown cause: two ways to hang
+    "lock": 3,
+    "flip": 3,  # silent data corruption: two ways to show
+    "nan": 3,
+    "agent-kill": 3 + 3 + 2 + 2 + 2 + 2,  # SSD, power supply, chassis, IO board, CPU, memory: the node is gone
+}
+"""The unplanned interruptions of Llama 3's 54 days (Table 5, by count), as this machine can show them."""
 
 
 class Strike(Struct, frozen=True, kw_only=True):
@@ -77,8 +98,18 @@ class Struck(Struct, frozen=True, kw_only=True):
         return self.together or self.class_ in BY_NAME[self.kind].classes
 
 
-def plan(kinds: Sequence[str], *, seed: int, seconds: float, mean_gap_s: float, ranks: int) -> list[Strike]:
-    """The strikes of a drill. At least one, so that the shortest drill shows something."""
+def plan(
+    kinds: Sequence[str],
+    *,
+    seed: int,
+    seconds: float,
+    mean_gap_s: float,
+    ranks: int,
+    weights: Mapping[str, float] | None = None,
+) -> list[Strike]:
+    """The strikes of a drill. At least one, so that the shortest drill shows something. `weights`: drawn by these shares,
+    instead of each in its turn.
+    """
     rng = random.Random(seed)
     strikes: list[Strike] = []
     turn: list[str] = []
@@ -87,7 +118,8 @@ def plan(kinds: Sequence[str], *, seed: int, seconds: float, mean_gap_s: float, 
         if not turn:
             turn = list(kinds)
             rng.shuffle(turn)
-        strikes.append(Strike(after_s=min(now, seconds), kind=turn.pop(), rank=rng.randrange(ranks)))
+        kind = turn.pop() if weights is None else rng.choices(list(weights), list(weights.values()))[0]
+        strikes.append(Strike(after_s=min(now, seconds), kind=kind, rank=rng.randrange(ranks)))
         now += rng.expovariate(1.0 / mean_gap_s)
     return strikes
 
@@ -96,14 +128,21 @@ def inside(strikes: Sequence[Strike], *, steps: int, seconds: float) -> tuple[Fa
     """The strikes that workers make on themselves, at the steps that the undisturbed run had reached by then."""
     return tuple(
         Fault(
-            kind=cast(FaultKind, BY_NAME[strike.kind].what),
-            at="gradients" if strike.kind == "nan" else "step",
-            step=max(1, round(steps * strike.after_s / seconds)),
+            kind=cast(FaultKind, kind.what),
+            at=kind.at,
+            step=max(kind.least_step, round(steps * strike.after_s / seconds)),
             rank=strike.rank,
+            text=kind.text,
         )
         for strike in strikes
-        if BY_NAME[strike.kind].target == "inside"
+        if (kind := BY_NAME[strike.kind]).target == "inside"
     )
+
+
+def named(fault: Fault) -> str:
+    """The kind of strike that a fault is."""
+    found = (kind.name for kind in KINDS if (kind.what, kind.at, kind.text) == (fault.kind, fault.at, fault.text))
+    return next(found)
 
 
 def match(struck: Sequence[Struck], rows: Sequence[InterruptionRow]) -> tuple[list[Struck], list[InterruptionRow]]:

@@ -87,7 +87,7 @@ def main(context: WorkerContext) -> None:
 
     def progress(phase: str, microbatch: int) -> None:
         context.heartbeat.busy_s += pace.enter(phase)
-        context.heartbeat.beat(phase, microbatch=microbatch)
+        context.heartbeat.beat(phase, microbatch=microbatch, collective=engine.mesh.clock.issued)
         if phase == "forward" and faults.delay_s:
             time.sleep(faults.delay_s)
         if phase == "reduce":

@@ -111,6 +111,11 @@ class Clock:
     _marks: list[tuple[Activity, Any]] = field(default_factory=list)
     _sent: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def issued(self) -> int:
+        """Collectives that this rank has issued in its life, over all groups."""
+        return sum(group.issued for group in self.groups.values())
+
     def begin(self) -> None:
         """A step begins; what was marked since the last one is forgotten."""
         for group in self.groups.values():

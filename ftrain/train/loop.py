@@ -21,7 +21,7 @@ from ftrain.checkpoint.saver import Saver
 from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
 from ftrain.parallel.clock import CHECKPOINT, EVALUATE
-from ftrain.train.numerics import Bounds, NumericsError, Watch
+from ftrain.train.numerics import NORMS, Bounds, NumericsError, Watch
 from ftrain.train.profile import NoWindow, Window
 from ftrain.train.replay import doubt
 from ftrain.train.step import StepResult
@@ -64,6 +64,7 @@ class Progress:
     tokens: int = 0
     eval_loss: float | None = None
     eval_step: int | None = None
+    norms: list[float] = field(default_factory=list)  # the newest gradient norms that were applied
     constant: dict[str, Any] = field(default_factory=dict)  # config, fingerprint, layout, numeric environment
 
     def record(self) -> dict[str, Any]:
@@ -74,13 +75,16 @@ class Progress:
             "tokens": self.tokens,
             "eval_loss": self.eval_loss,
             "eval_step": self.eval_step,
+            "norms": self.norms,
             **self.constant,
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any], constant: dict[str, Any]) -> Progress:
         """Back from a checkpoint; what is constant comes from the run that goes on."""
-        known = {key: record[key] for key in ("step", "sequences", "tokens", "eval_loss", "eval_step") if key in record}
+        known = {
+            key: record[key] for key in ("step", "sequences", "tokens", "eval_loss", "eval_step", "norms") if key in record
+        }
         return cls(**known, constant=constant)
 
 
@@ -112,6 +116,7 @@ class Loop:
         """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage
         on return.
         """
+        self.watch.norms.extend(progress.norms)
         if progress.step >= max(self.config.run.steps, self.stored_step + 1):
             self._save_now(progress, upload=True)  # the last step was reached by an attempt that could not store it
         while progress.step < self.config.run.steps:
@@ -131,6 +136,7 @@ class Loop:
         self.times.begin()
         result = self._update(progress)
         progress.step = result.step
+        progress.norms = [*progress.norms, result.grad_norm][-NORMS:] if result.applied else progress.norms
         progress.sequences += result.sequences
         progress.tokens += result.tokens
         with self.times.during(EVALUATE):

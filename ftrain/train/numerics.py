@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 SIGMA = 1.4826  # of a normal distribution, per median absolute deviation
 LEAST_SHARE = 0.01  # of the median: a window of equal losses has no deviation, yet 1 % above it is no spike
 LEAST_WINDOW = 16
+NORMS = LEAST_WINDOW  # what a checkpoint remembers, so that a restart need not wait for a usual gradient norm
 
 
 class NumericsError(ArithmeticError):

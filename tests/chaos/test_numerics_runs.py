@@ -67,6 +67,7 @@ def test_a_flipped_bit_that_nobody_saw_is_found_when_its_steps_are_done_again(
     assert any("step 11 was done again and its loss differs" in e.reason for e in run.events() if isinstance(e, Suspected))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_before_it_is_applied_and_names_its_rank(
     tmp_path: Path, corpus: str, unbroken: dict[str, str]
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recovery.hang import culprit, process_line, read_processes, read_stacks
+from recovery.hang import Culprit, culprit, process_line, read_processes, read_stacks, with_collectives
 from recovery.procfs import activity, samples
 
 WORKER = "/run/train.py"
@@ -144,3 +144,13 @@ def test_the_line_decides_the_verdict() -> None:
     verdict = classify(Evidence(exit={"0": None, "1": None}, log=tuple(log), scheduler=said, steps=3))
     assert (verdict.class_, verdict.first_failing_rank, verdict.action) == ("collective_timeout", 1, "restart")
     assert "runs without end at run/train.py:12 in clean" in verdict.reason
+
+
+def test_collectives_that_were_counted_are_told_where_they_differ():
+    found = Culprit(kind="stopped", rank=1, reason="stopped by a signal")
+    assert with_collectives(found, {0: 41, 1: 40, 2: 41}).reason == (
+        "stopped by a signal; it has issued 40 collectives, others up to 41"
+    )
+    assert with_collectives(found, {0: 41, 1: 41}) == found
+    assert with_collectives(found, {}) == found, "a worker that does not count"
+    assert with_collectives(Culprit(kind="network", reason="all wait"), {0: 1, 1: 2}).reason == "all wait"

@@ -116,3 +116,15 @@ def test_a_suspicion_that_did_not_come_true_is_no_sign_of_the_next_interruption(
         ),
     ]
     assert [row.t for row in report(told).interruptions] == [10.0]
+
+
+def test_changes_of_layout_are_told_with_their_reason_and_cost():
+    started = ev.RunStarted(t=0.0, run_id="r")
+    chosen = ev.LayoutChosen(
+        t=5.0, ranks=7, layout="dp7", was="dp8", reason="n/3 was drained", costs="a restart", tokens_per_s=0.67
+    )
+    made = report([started, chosen])
+    (row,) = made.layouts
+    assert (row.was, row.layout, row.tokens_per_s) == ("dp8", "dp7", 0.67)
+    assert any("dp8 -> dp7: n/3 was drained; costs a restart" in line for line in lines(made))
+    assert report([started]).layouts == []

@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
-from ftrain.compose.strikes import BY_NAME, NONE, Strike, Struck, confusion, inside, match, plan
+from ftrain.compose.drill import first_seam, same_training, seam_proofs
+from ftrain.compose.strikes import BY_NAME, KINDS, NONE, TABLE_5, Strike, Struck, confusion, inside, match, named, plan
+from recovery.events import AttemptStarted, Event, Ready, StepFinished
 from recovery.report import InterruptionRow
 
 NAMES = tuple(BY_NAME)
@@ -81,3 +83,47 @@ def test_what_workers_do_to_themselves_has_a_step_in_place_of_a_time() -> None:
     ]
     faults = inside(strikes, steps=600, seconds=60.0)
     assert [(it.kind, it.at, it.step, it.rank) for it in faults] == [("nan", "gradients", 100, 1), ("loop", "step", 300, 1)]
+
+
+def test_the_mix_of_table_5_has_its_shares_and_all_of_its_interruptions() -> None:
+    assert sum(TABLE_5.values()) == 419
+    strikes = plan(NAMES, seed=6, seconds=50_000.0, mean_gap_s=10.0, ranks=8, weights=TABLE_5)
+    counts = Counter(strike.kind for strike in strikes)
+    assert counts.keys() <= TABLE_5.keys()
+    assert counts["gpu-error"] / len(strikes) == pytest.approx(262 / 419, abs=0.03)  # 5000 draws: a deviation is 0.7 %
+
+
+def test_what_a_worker_does_to_itself_is_recognised_by_its_fault() -> None:
+    strikes = [Strike(after_s=1.0, kind=kind.name, rank=0) for kind in KINDS if kind.target == "inside"]
+    faults = inside(strikes, steps=100, seconds=100.0)
+    assert [named(fault) for fault in faults] == [strike.kind for strike in strikes]
+    assert all(fault.step >= BY_NAME[named(fault)].least_step for fault in faults)
+
+
+def course(*layouts: tuple[str, int, str], loss: float = 1.0) -> list[Event]:
+    """Attempts (layout, restored step, proof) of two steps each."""
+    told: list[Event] = []
+    for number, (layout, step, proof) in enumerate(layouts):
+        start = {"ranks": 2, "source": "memory", "restored_step": step}
+        told.append(AttemptStarted(t=0.0, attempt=number, layout=layout, **start))  # type: ignore[arg-type]
+        told.append(Ready(t=0.0, attempt=number, step=step, source="memory", proof=proof))
+        told += [
+            StepFinished(t=0.0, attempt=number, step=step + more, t_begin=0.0, t_end=1.0, loss=loss, tokens=5)
+            for more in (1, 2)
+        ]
+    return told
+
+
+def test_a_change_of_layout_needs_the_proof_of_its_seam() -> None:
+    proved, bare = "digests of 84 arrays", "crc32c of every chunk"
+    assert seam_proofs(course(("dp4", 0, bare), ("dp4", 2, bare))) == []
+    assert seam_proofs(course(("dp4", 0, bare), ("dp3", 2, proved), ("dp3", 4, bare), ("dp4", 6, bare))) == [True, False]
+    assert first_seam(course(("dp4", 0, bare), ("dp3", 2, proved))) == 2
+
+
+def test_up_to_the_seam_bit_for_bit_and_the_same_tokens_after_it() -> None:
+    whole = course(("dp4", 0, ""), ("dp4", 2, ""))
+    other = course(("dp4", 0, "")) + course(("dp3", 2, ""), loss=1.0000001)
+    assert same_training(whole, other, 4, 2)
+    assert not same_training(whole, other, 4, 3)
+    assert not same_training(whole, course(("dp4", 0, "")), 4, 2), "two steps are missing"
