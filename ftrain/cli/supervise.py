@@ -18,7 +18,7 @@ from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(context_settings={"allow_interspersed_args": False})  # the rest belongs to the command
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--run", "url", default="", metavar="DIR", help="The run's folder (default: runs/ and the script's name).")
 @click.option(
