@@ -2,8 +2,8 @@
 
 Nobody sees all slots, so the ranks agree on a step by telling each other what they hold: the newest that every one of them has.
 A rank then reads from the slots of its node alone. That is enough where the layout is the one that wrote them: every piece of
-state has one owner, which stored it, and what is replicated is so within tensor parallel groups, which do not leave a node. Where
-it is not enough, the ranks say so to each other, and all of them turn to storage.
+state has one owner, which stored it, and what is replicated is so within tensor parallel groups, which do not leave a node.
+Where it is not enough, the ranks say so to each other, and all of them turn to storage.
 """
 
 from __future__ import annotations
