@@ -196,6 +196,7 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
     assert [float(run.open(step).read("w")[0]) for step in (1, 2, 3)] == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_leaves_its_last_save_to_the_keeper(tmp_path: Path) -> None:
     script = (
         "import os, torch, ftrain\n"

@@ -125,6 +125,7 @@ def test_a_checkpointers_tensors_are_read_by_dcp(tmp_path: Path) -> None:
     assert same(found["model"], model.state_dict())
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     example = Path(__file__).parents[3] / "examples" / "dcp_writer.py"
     done = subprocess.run([sys.executable, str(example), str(tmp_path / "run")], capture_output=True, text=True, check=False)
