@@ -56,7 +56,7 @@ def _oracle(rank, config):
     theirs = maker[config.parallel.schedule](given, count, loss_fn=loss, scale_grads=False)
     last = plan.num_stages - 1 in mine
     theirs.step(*([tokens] if 0 in mine else []), **({"target": targets} if last else {}))
-    engine._accumulate_gradients(0)
+    engine._accumulate_gradients(0, engine.config.batch.global_batch)
     pairs = {}
     for module in modules:
         pairs |= {name.replace("/", "."): parameter.grad for name, parameter in module.weights.items()}

@@ -3,12 +3,9 @@
 import pytest
 import torch
 from engines import engine_of, run_sharded, train
-from tiny import data_of, tiny
+from tiny import tiny
 from world import run_world
 
-from ftrain.parallel.mesh import Mesh
-from ftrain.parallel.shape import MeshShape
-from ftrain.train.step import Engine
 from ftrain.train.votes import Flags
 
 
@@ -142,10 +139,3 @@ def test_training_learns():
     engine = engine_of(config)
     losses = [engine.train_step(step=step, first_sequence=0).loss for step in range(1, 31)]
     assert losses[-1] < losses[0] / 2
-
-
-def test_axes_that_the_engine_does_not_cut_yet_are_refused():
-    mesh = Mesh(MeshShape(), 0)
-    mesh.shape = MeshShape(cp=2)
-    with pytest.raises(ValueError, match=r"cp2 .* data parallelism only"):
-        Engine(tiny(), mesh=mesh, device="cpu", dataset=data_of(tiny()))

@@ -30,7 +30,7 @@ def many():
 def test_sixty_four_micro_batches_stay_within_the_bound(many):
     config, _, _, exact = many
     engine = engine_of(config)
-    engine._accumulate_gradients(0)
+    engine._accumulate_gradients(0, engine.config.batch.global_batch)
     ours = {name: parameter.main_grad for name, parameter in engine.model.named_parameters()}
     assert error(ours, exact) < BOUND
 
@@ -50,7 +50,7 @@ def test_accumulating_through_a_bf16_grad_would_fail_that_bound(many):
 def test_masked_targets_change_nothing():
     config = tiny()
     engine = engine_of(config)
-    loss, tokens = engine._accumulate_gradients(0)
+    loss, tokens = engine._accumulate_gradients(0, engine.config.batch.global_batch)
     before = [region.main_grad.clone() for region in engine.optimizer.regions]
     data = data_of(config)
     plain = data.sequences
@@ -63,7 +63,7 @@ def test_masked_targets_change_nothing():
     data.sequences = wild
     engine.dataset = data
     engine.optimizer.zero_grad()
-    again, same = engine._accumulate_gradients(0)
+    again, same = engine._accumulate_gradients(0, engine.config.batch.global_batch)
     assert (again, same) == (loss, tokens)
     assert tokens == int(plain(0, config.batch.global_batch).valid.sum())
     for region, old in zip(engine.optimizer.regions, before, strict=True):
