@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+BESIDE := -n 2 --dist loadgroup  # tests that start processes one after the other, all others beside them (tests/conftest.py)
 
 .PHONY: setup demo test test-all check docs
 setup: $(STAMP)
@@ -15,10 +16,10 @@ demo: setup
 	$(BIN)/python -P -m ftrain.cli.demo
 
 test: setup
-	$(BIN)/python -P -m pytest -m "not slow and not gpu"
+	$(BIN)/python -P -m pytest $(BESIDE) -m "not slow and not gpu"
 
 test-all: setup
-	$(BIN)/python -P -m pytest -m "not gpu"
+	$(BIN)/python -P -m pytest $(BESIDE) -m "not gpu"
 
 check: setup
 	$(BIN)/ruff check .
