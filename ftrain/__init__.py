@@ -49,8 +49,8 @@ def _refuse_shadows() -> None:
             found = Path(next(iter(spec.submodule_search_locations or ["?"]))).resolve()
         if found != ours.resolve():
             raise ImportError(
-                f"{found} stands in front of {ours}, which ftrain needs: Python finds the first of two packages named {package!r}."
-                f" Rename yours, or start the script from another folder (python -P, which leaves the script's folder out)"
+                f"{found} stands in front of {ours}, which ftrain needs: of two packages named {package!r} Python finds the first. "
+                f"Rename yours, or start the script from another folder (python -P, which leaves the script's folder out)"
             )
 
 

@@ -129,7 +129,7 @@ class CommandDelegate(Delegate):
         self._last = {}
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
-        """An earlier coordinator's processes run on: their logs are read again from the start, and steps told twice are known."""
+        """An earlier coordinator's processes run on: their logs are read again from the start; steps told twice are known."""
         self._begin_attempt(attempt)
         self._ready = True
         return ()
