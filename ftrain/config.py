@@ -95,7 +95,7 @@ class Data(Section, frozen=True, kw_only=True):
 
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, description="corpora, blended by weight", extra=ACCEPT)]
     tokenizer: Annotated[
-        str, Meta(min_length=1, description="`byte`, a tokenizer.json, or a .tiktoken file", extra=REFUSED)
+        str, Meta(min_length=1, description="`byte`, a tokenizer.json or a .tiktoken file", extra=REFUSED)
     ] = "byte"
     seq_len: Annotated[int, Meta(ge=1, description="tokens in a training sequence", extra=ACCEPT)]
     heldout_fraction: Annotated[
