@@ -49,7 +49,7 @@ def _refuse_shadows() -> None:
             found = Path(next(iter(spec.submodule_search_locations or ["?"]))).resolve()
         if found != ours.resolve():
             raise ImportError(
-                f"{found} stands in front of {ours}, which ftrain needs: of two packages named {package!r} Python finds the first. "
+                f"{found} stands in front of {ours}, which ftrain needs: of two packages named {package!r} the first is found. "
                 f"Rename yours, or start the script from another folder (python -P, which leaves the script's folder out)"
             )
 
