@@ -94,9 +94,9 @@ class Data(Section, frozen=True, kw_only=True):
     """Where the tokens come from. The order is a pure function of (seed, position)."""
 
     sources: Annotated[tuple[Source, ...], Meta(min_length=1, description="corpora, blended by weight", extra=ACCEPT)]
-    tokenizer: Annotated[
-        str, Meta(min_length=1, description="`byte`, a tokenizer.json or a .tiktoken file", extra=REFUSED)
-    ] = "byte"
+    tokenizer: Annotated[str, Meta(min_length=1, description="`byte`, a tokenizer.json or a .tiktoken file", extra=REFUSED)] = (
+        "byte"
+    )
     seq_len: Annotated[int, Meta(ge=1, description="tokens in a training sequence", extra=ACCEPT)]
     heldout_fraction: Annotated[
         float, Meta(ge=0, lt=1, description="share of each corpus, at its end, kept for evaluation", extra=ACCEPT)
