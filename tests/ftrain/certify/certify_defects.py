@@ -104,9 +104,9 @@ def twin_keeps_its_old_weights():
 def wrong_rope_offset():
     """Keys stand one place further on than queries."""
 
-    def rotate(original, x, cos, sin):
+    def rotate(original, x, cos, sin, *kernels):
         is_keys = x.shape[2] == 1
-        return original(x, cos.roll(1, 0), sin.roll(1, 0)) if is_keys else original(x, cos, sin)
+        return original(x, cos.roll(1, 0), sin.roll(1, 0), *kernels) if is_keys else original(x, cos, sin, *kernels)
 
     with patched(transformer, "rotate", rotate):
         yield
