@@ -153,7 +153,7 @@ def test_an_agent_that_does_not_answer_is_replaced(tmp_path):
         os.kill(agent, signal.SIGSTOP)
         assert run.wait() == ExitCode.DONE
         assert gone(agent)
-        assert [(died.pid, died.ours) for died in run.events(ProcessDied) if died.kind == "agent"][0] == (agent, True)
+        assert next((died.pid, died.ours) for died in run.events(ProcessDied) if died.kind == "agent") == (agent, True)
 
 
 def test_children_of_workers_end_with_the_agent_too(tmp_path):
