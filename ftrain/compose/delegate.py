@@ -46,6 +46,7 @@ from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
 from recovery.events import Event
 from recovery.owner import this_process
+from recovery.state import RunState
 from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
@@ -123,6 +124,10 @@ class RunDelegate(ElasticDelegate):
         taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
         passed = newest.passed_over if newest else []
         return [started, taken, *config_changes(self._local, self._launch), *passed_over(passed)]
+
+    def recall(self, state: RunState) -> None:
+        """What an earlier coordinator had noted."""
+        self._doubts.recall(state.onsets)
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
