@@ -25,8 +25,12 @@ OLDEST_UPLOAD_S = 24 * 3600.0  # an unfinished upload that began before may be s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one checkpoint: events for the ledger, and whose slots are free again."""
+    """What came of one checkpoint: events for the ledger, and whose slots are free again.
 
+    `epoch`: the one it was to be committed under. Once the run has gone back under another, it changes nothing any more.
+    """
+
+    epoch: int
     events: tuple[Event, ...]
     settled: Settled
     committed: bool
@@ -65,11 +69,11 @@ class Committer:
         grace_s: float,
         wake: Callable[[], None],
         local: bool = False,
-        digests: dict[str, int] | None = None,
+        digests: tuple[int, dict[str, int]] | None = None,
         writers: Callable[[], frozenset[tuple[int, int]]] = frozenset,
     ) -> None:
-        """`digests`: of the newest checkpoint, if there is one: the next must differ from it. `writers`: (epoch, attempt)
-        of those whose packs a collection must leave alone; asked from the thread.
+        """`digests`: of the newest checkpoint, if there is one, and the epoch that goes on from it: the next of that epoch must
+        differ. `writers`: (epoch, attempt) of those whose packs a collection must leave alone; asked from the thread.
         """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._local, self._digests, self._writers = local, digests, writers
@@ -92,10 +96,6 @@ class Committer:
             done.append(self._results.get())
         self._open -= len(done)
         return done
-
-    def forget_digests(self) -> None:
-        """The run went back: the next checkpoint may equal one that is no part of its history."""
-        self._digests = None
 
     @property
     def idle(self) -> bool:
@@ -124,13 +124,15 @@ class Committer:
                 progress=job.parts[0].progress,
                 created_s=time.time(),
             )
-            if job.changed and manifest.digests == self._digests:
+            written = (job.epoch, manifest.digests)  # in another epoch it may equal one that is no part of the history any more
+            if job.changed and written == self._digests:
                 return self._stale(job, settled)
             self._run.commit(manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
-            return Outcome(events=(self._failed(job, f"{type(error).__name__}: {error}"),), settled=settled, committed=False)
-        self._digests = manifest.digests
-        return Outcome(events=(self._done(job, manifest),), settled=settled, committed=True)
+            failure = self._failed(job, f"{type(error).__name__}: {error}")
+            return Outcome(epoch=job.epoch, events=(failure,), settled=settled, committed=False)
+        self._digests = written
+        return Outcome(epoch=job.epoch, events=(self._done(job, manifest),), settled=settled, committed=True)
 
     def _stale(self, job: Job, settled: Settled) -> Outcome:
         """A snapshot that was not taken: committing it would call an old state a new one."""
@@ -139,7 +141,7 @@ class Committer:
             "above 0 was applied in between: it is not committed. The copy into the arena is broken, or gradients are all zero"
         )
         alarm = StorageNotice(t=time.time(), attempt=job.attempt, topic="stale", text=text, step=job.step)
-        return Outcome(events=(alarm, self._failed(job, text)), settled=settled, committed=False)
+        return Outcome(epoch=job.epoch, events=(alarm, self._failed(job, text)), settled=settled, committed=False)
 
     def _failed(self, job: Job, reason: str) -> Event:
         if self._local:

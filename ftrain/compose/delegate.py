@@ -105,7 +105,7 @@ class RunDelegate(ElasticDelegate):
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
-        grace_s, digests = self._config.checkpoint.grace_s, newest.manifest.digests if newest else None
+        grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
         self._committer = Committer(
             self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests, writers=lambda: self._debts.writers
         )
@@ -175,8 +175,6 @@ class RunDelegate(ElasticDelegate):
     def _take_epoch(self, step: int | None) -> list[Event]:
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
         self._moved.clear()
-        if self._committer is not None:
-            self._committer.forget_digests()
         self._told += self._places.rolled_back(self._epoch, step or 0)
         return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=step)]
 
@@ -298,7 +296,9 @@ class RunDelegate(ElasticDelegate):
         if not self._debts.before(self._attempt) and (names := self._layouts.superfluous()):
             self.links.release(names)
         for outcome in self._committer.results() if self._committer else []:
-            if outcome.committed:
+            if outcome.epoch != self._epoch:
+                pass  # the run went back meanwhile: no part of its history, and no failure of it either
+            elif outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
                 self._moved = {step for step in self._moved if step > self._committed}
                 self._places.committed(outcome.settled.step)

@@ -91,18 +91,15 @@ class LocalTier:
         self._parts[group][message.rank] = message
         if len(self._parts[group]) == message.world:
             parts = self._parts.pop(group)
-            ordered = tuple(parts[rank] for rank in sorted(parts))
-            begin = time.time() - max(part.seconds for part in ordered)
-            self._committer.submit(
-                Job(epoch=self._epoch, attempt=message.attempt, step=message.step, parts=ordered, begin=begin)
-            )
+            begin = time.time() - max(part.seconds for part in parts.values())
+            self._committer.submit(Job.of(parts, epoch=self._epoch, begin=begin, changed=False))
         return []
 
     def results(self) -> list[Event]:
         """What the commits came to."""
         found: list[Event] = []
         for outcome in self._committer.results():
-            if outcome.committed:
+            if outcome.committed and outcome.epoch == self._epoch:  # else the run went back meanwhile
                 self.step = max(self.step or 0, outcome.settled.step)
             found += outcome.events
         self._parts = defaultdict(dict, {g: p for g, p in self._parts.items() if self.step is None or g[1] > self.step})

@@ -126,7 +126,7 @@ def test_a_stale_snapshot_raises_the_alarm_and_is_not_committed() -> None:
     assert "bit for bit" in alarm.text
     assert committing.commit(VALUES, 30, changed=False).committed, "no update was applied: equal is right"
     assert committing.commit(OTHER, 40, changed=True).committed
-    committing.committer.forget_digests()
+    committing.epoch = committing.run.take_epoch(owner={}, starts_from=40)
     assert committing.commit(OTHER, 50, changed=True).committed, "after a roll-back it may equal what was given up"
     assert [info.step for info in committing.run.checkpoints() if info.state == "valid"] == [10, 30, 40, 50]
     committing.committer.close()
@@ -180,6 +180,20 @@ def test_the_local_tier_keeps_two_and_follows_the_history_of_the_run(tmp_path: P
     assert tier.step == 20
     write_local(tier, done, OTHER, 30, epoch)
     assert tier.step == 30
+    tier.close()
+
+
+def test_what_was_committed_just_before_the_run_went_back_does_not_count(tmp_path: Path) -> None:
+    run = RunStore(MemoryStore())
+    tier, done = local_tier(tmp_path)
+    tier.begin(run.take_epoch(owner={}), read_epochs(MemoryStore()), None)
+    write_local(tier, done, VALUES, 10, 0)
+    for part in parts(tier._run.store, OTHER, 30, 0):
+        tier.on_keeper(msgspec.structs.replace(part, tier="local"))
+    assert done.acquire(timeout=30)  # committed, and not told yet
+    tier.rolled_back(1, 10)
+    tier.results()
+    assert tier.step == 10
     tier.close()
 
 
