@@ -60,7 +60,7 @@ def parse(text: str, capacity: Capacity) -> Place:
     elif not slash:
         node, slot = text, str(WHOLE_NODE)
     known = ", ".join(f"{name}/0 to {name}/{count - 1}" for name, count in capacity.items())
-    if node not in capacity or not slot.lstrip("-").isdigit() or int(slot) >= capacity[node]:
+    if node not in capacity or (slot != str(WHOLE_NODE) and not (slot.isdigit() and int(slot) < capacity[node])):
         raise ValueError(f"no place {text!r}; there are {known}, or a whole node by its name")
     return Place(node=node, slot=int(slot))
 

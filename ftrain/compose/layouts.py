@@ -69,12 +69,13 @@ class Layouts:
         """The layout on `places`; nothing to tell if all may stay as they are. Raises ValueError if there is none."""
         target = self._target(len(places))
         seats = self._seats(places, target)
-        same = target.parallel == self.now.parallel
+        cut_again = target.parallel != self.now.parallel
+        same = not cut_again and target.batch == self.now.batch
         if same and (not self.places or seats == self.places):
             self.places = seats
             return []
         before, self.now, self.places = self.now, target, seats
-        self.generation += not same
+        self.generation += cut_again
         return [chosen(before, target, why, load_profile(profile_of(self.wish)))]
 
     def _target(self, count: int) -> Config:

@@ -30,7 +30,7 @@ def test_a_number_is_enough_where_there_is_one_node():
     assert parse("1", {"localhost": 2}) == place("localhost", 1)
 
 
-@pytest.mark.parametrize("text", ["a/3", "c", "c/0", "1", "a/x", ""])
+@pytest.mark.parametrize("text", ["a/3", "a/-2", "c", "c/0", "1", "a/x", ""])
 def test_what_there_is_not_is_refused_with_what_there_is(text):
     with pytest.raises(ValueError, match=r"a/0 to a/2, b/0 to b/1"):
         parse(text, CAPACITY)
