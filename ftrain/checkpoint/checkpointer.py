@@ -39,6 +39,7 @@ from storage.run import RunStore
 log = logging.getLogger("ftrain.checkpoint")
 
 RUN = "FTRAIN_RUN"
+LIVES = 3  # keepers in a row that may die without having finished anything
 
 
 class SaveError(RuntimeError):
@@ -81,6 +82,7 @@ class Checkpointer:
             keep_every=keep_every,
         )
         self._keeper: KeeperLink | None = None
+        self._deaths = 0  # of keepers, since one of them has finished something
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
         self._closed = False
@@ -98,8 +100,10 @@ class Checkpointer:
         Every rank calls it, with a state of the same structure in whatever layout it has now. Damaged checkpoints are passed
         over. Raises StateError if the state does not fit (then nothing was changed; `strict=False` loads what does),
         NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
-        goes on from here.
+        goes on from here. What this object has saved is waited for first.
         """
+        if self._saved_any:
+            self.wait()
         loaded, without = load_newest(self._store, state, self._ranks, step=step, strict=strict)
         self.passed_over = tuple(sorted(without.items(), reverse=True))
         self._take_epoch(loaded)
@@ -147,6 +151,7 @@ class Checkpointer:
         if step <= self._newest and self._saved_any:
             raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
         self._hear()
+        self._keep_alive()
         flat = flatten(state, self._ranks.rank)
         slots = self._ready_for(flat)
         busy = not slots.has_free()
@@ -155,6 +160,7 @@ class Checkpointer:
             return time.monotonic() - begin
         while not slots.wait_free(1.0):
             self._hear()
+            self._keep_alive()
         assert self._plan is not None
         self._newest, self._saved_any = step, True
         name = slots.fill(self._plan.pieces(holdings_of(flat)), step)
@@ -189,15 +195,23 @@ class Checkpointer:
 
     def _link(self) -> KeeperLink:
         """The keeper, started when it is first needed, and again if it died: the slots know what is still owed."""
-        if self._keeper is not None and not self._keeper.alive:
-            log.warning("the keeper process died (status %s); another one is started", self._keeper.status)
-            dead, self._keeper = self._keeper, KeeperLink(self._start)
-            self._keeper.take_over(dead, self._slots.fds if self._slots is not None else {})
+        self._keep_alive()
         if self._keeper is None:
             self._keeper = KeeperLink(self._start)
             if self._slots is not None:
                 self._keeper.adopt(self._slots.fds)
         return self._keeper
+
+    def _keep_alive(self) -> None:
+        """Replace a keeper that died. Raises SaveError if that has not helped several times in a row."""
+        if self._keeper is None or self._keeper.alive:
+            return
+        self._deaths += 1
+        if self._deaths > LIVES:
+            raise SaveError(f"{LIVES} keeper processes in a row died (status {self._keeper.status}); their words are in stderr")
+        log.warning("the keeper process died (status %s); another one is started", self._keeper.status)
+        dead, self._keeper = self._keeper, KeeperLink(self._start)
+        self._keeper.take_over(dead, self._slots.fds if self._slots is not None else {})
 
     # -- what came of it -------------------------------------------------------------------------------------------------
 
@@ -207,6 +221,7 @@ class Checkpointer:
             return
         failed = []
         for message in self._keeper.news():
+            self._deaths = 0
             if message.error:
                 failed.append(f"step {message.step} is not saved: {message.error}")
             elif isinstance(message, CommitDone):
@@ -224,19 +239,22 @@ class Checkpointer:
             found.send(StateStored(step=done.step, t=time.time(), nbytes=done.nbytes, seconds=done.seconds, error=done.error))
 
     def _wait_parts(self) -> None:
-        while self._keeper is not None and self._keeper.alive and self._keeper.owes_parts:
+        while self._keeper is not None and self._keeper.owes_parts:
+            self._keep_alive()
             self._keeper.listen(1.0)
         self._hear()
 
     def wait(self) -> int | None:
         """Wait until everything saved is in storage, on all ranks; returns the newest committed step.
 
-        Raises SaveError on all ranks if something could not be stored (with `on_error="raise"`).
+        Raises SaveError on all ranks if something could not be stored (with `on_error="raise"`), or if there is nobody left who
+        could tell.
         """
         problem = None
-        while self._keeper is not None and self._keeper.owes and self._keeper.alive:
-            self._keeper.listen(1.0)
         try:
+            while self._keeper is not None and self._keeper.owes:
+                self._keep_alive()
+                self._keeper.listen(1.0)
             self._hear()
         except SaveError as error:
             problem = str(error)

@@ -196,6 +196,41 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
     assert [float(run.open(step).read("w")[0]) for step in (1, 2, 3)] == [0, 2, 3]
 
 
+def test_a_keeper_that_dies_with_every_slot_in_its_hands_holds_up_nobody(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000)}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        kill_with(checkpointer, state, 2, 3)
+        checkpointer.save(4, state)
+        kill_with(checkpointer, state, 5)
+        assert checkpointer.load({"w": torch.zeros(1000)}) == 5, "what was saved is there for the load that comes after it"
+    assert [info.step for info in RunStore(LocalStore(str(tmp_path))).checkpoints() if info.state == "valid"] == [1, 2, 3, 4, 5]
+
+
+def kill_with(checkpointer: Checkpointer, state: dict[str, Any], *steps: int) -> None:
+    """Have the keeper die with these saves on their way."""
+    checkpointer.wait()
+    assert checkpointer._keeper is not None
+    pid = checkpointer._keeper._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    for step in steps:
+        checkpointer.save(step, state)
+    os.kill(pid, signal.SIGKILL)
+    checkpointer._keeper._process.wait()
+
+
+def test_a_keeper_that_always_dies_is_given_up_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.zeros(10)}
+    checkpointer = Checkpointer(str(tmp_path))
+    checkpointer.load(state)
+    monkeypatch.setattr("ftrain.checkpoint.script_link.python", lambda *words: [sys.executable, "-c", "raise SystemExit(9)"])
+    checkpointer.save(1, state)
+    with pytest.raises(SaveError, match=r"3 keeper processes in a row died \(status 9\)"):
+        checkpointer.close()
+
+
 @pytest.mark.slow
 def test_a_script_that_is_killed_leaves_its_last_save_to_the_keeper(tmp_path: Path) -> None:
     script = (
