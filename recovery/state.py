@@ -145,12 +145,17 @@ def _apply_run(state: RunState, event: RunStarted | EpochTaken | StopRequested |
                 outcome_reason="",
             )
         case EpochTaken():
-            return replace(state, epoch=event.epoch)
+            return replace(state, epoch=event.epoch, committed_step=_still_committed(state.committed_step, event.starts_from))
         case StopRequested():
             return replace(state, phase=Phase.STOPPING, stop_by=event.by)
         case RunEnded():
             step = state.step if event.step is None else event.step
             return replace(state, phase=Phase.ENDED, step=step, outcome=event.outcome, outcome_reason=event.reason)
+
+
+def _still_committed(newest: int | None, starts_from: int | None) -> int | None:
+    """The newest commit that counts in an epoch. (Not every run says from where its epochs start.)"""
+    return newest if newest is None or starts_from is None else min(newest, starts_from)
 
 
 def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded) -> RunState:

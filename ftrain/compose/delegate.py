@@ -71,6 +71,7 @@ class RunDelegate(ElasticDelegate):
         self._links: Links | None = None
         self._committer: Committer | None = None
         self._epoch = 0
+        self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
         self._settled: set[Group] = set()
@@ -101,7 +102,7 @@ class RunDelegate(ElasticDelegate):
         self._links = links
         infos = self._run.checkpoints()
         newest = self._run.open() if any(info.state in ("valid", "damaged") for info in infos) else None
-        self._committed = newest.step if newest else None
+        self._committed = self._planned = newest.step if newest else None
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
@@ -141,6 +142,7 @@ class RunDelegate(ElasticDelegate):
         if older and not self._layouts.fits:
             release += self._give_up_older()
             older = {}
+        self._planned = self._committed
         start = self._start(previous.differently if previous is not None else ())
         source, restored = self._places.newest(self._memory_step, self._origin[1]) if start.nearer else ("storage", start.step)
         return AttemptPlan(
@@ -170,6 +172,7 @@ class RunDelegate(ElasticDelegate):
         self._memory_step, self._committed = None, step
         self._run.taint(after=step, reason=self._doubts.verdict)
         self._told += self._take_epoch(step)
+        self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
 
     def _take_epoch(self, step: int | None) -> list[Event]:
@@ -232,8 +235,11 @@ class RunDelegate(ElasticDelegate):
         return found
 
     def _rolled_back(self, ready: Ready) -> list[Event]:
-        """A newer commit than the one the workers could load still counts, until an epoch goes on from the older one."""
-        if ready.source not in ("storage", "local") or self._committed is None or ready.step >= self._committed:
+        """A newer commit than the one the workers could load still counts, until an epoch goes on from the older one.
+
+        One that came after they were started does count: they never tried it, and will come to the same step again.
+        """
+        if ready.source not in ("storage", "local") or self._planned is None or ready.step >= self._planned:
             return []
         self._committed = ready.step
         return self._take_epoch(ready.step)

@@ -180,6 +180,13 @@ def test_an_onset_is_void_once_the_run_goes_back_and_stays_so_when_told_again() 
     assert fold(crashed_once()).onsets == ()
 
 
+def test_what_is_committed_goes_back_with_the_run() -> None:
+    committed = ev.CheckpointCommitted(t=1, attempt=0, step=30, epoch=0, nbytes=1, seconds=1.0)
+    assert fold([committed, ev.EpochTaken(t=2, epoch=1, starts_from=20)]).committed_step == 20
+    assert fold([committed, ev.EpochTaken(t=2, epoch=1, starts_from=30)]).committed_step == 30
+    assert fold([committed, ev.EpochTaken(t=2, epoch=1)]).committed_step == 30, "a command's run does not say"
+
+
 times = st.floats(min_value=0, max_value=1000, allow_nan=False)
 attempts = st.integers(0, 4)
 numbers = st.integers(0, 20)
