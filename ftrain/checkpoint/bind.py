@@ -21,6 +21,7 @@ from ftrain.checkpoint.per_rank import PerRank, dealt
 from ftrain.checkpoint.pieces import Holding, holders_of, holding, owned
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import Node, StateError, items_of, kind_of, value_of
+from ftrain.checkpoint.restore import batches, bits_of
 from ftrain.checkpoint.state import Leaf, Names, dtype_name, module_state, modules_in, names_itself, parameter_names
 from storage.checkpoint import Checkpoint
 from storage.digest import digest_box
@@ -28,8 +29,6 @@ from storage.reader import Want
 
 Setter = Callable[[], Any]
 """Called when all arrays are loaded: sets what is no array, and gives the value for whoever holds this one."""
-
-STAGED_NBYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -260,7 +259,7 @@ class Binder:
 
     def load(self) -> None:
         """Fill every destination from storage."""
-        for some in _batches(self.targets):
+        for some in batches(self.targets, lambda held: held.local):
             wants, staged = [], []
             for held in some:
                 for region in held.regions:
@@ -301,25 +300,3 @@ def _with_state(live: Any, held: Any) -> Any:
 def binder_of(checkpoint: Checkpoint, state: Mapping[str, Any], ranks: Ranks, *, strict: bool) -> Binder:
     """For a load of `checkpoint` into `state`."""
     return Binder(checkpoint, ranks.rank, ranks.world, list(modules_in(state.values())), strict)
-
-
-def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A CPU tensor's memory as NumPy; bfloat16 as its bits."""
-    tensor = tensor.detach()
-    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def _batches(targets: Sequence[Holding]) -> Iterator[Sequence[Holding]]:
-    """All at once on CPU, where values go straight to their place; bounded by host memory where they are staged."""
-    if all(held.local.device.type == "cpu" for held in targets):
-        yield targets
-        return
-    batch: list[Holding] = []
-    nbytes = 0
-    for held in targets:
-        batch.append(held)
-        nbytes += held.local.nbytes
-        if nbytes >= STAGED_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch

@@ -45,9 +45,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ftrain.checkpoint.bind import bits_of
 from ftrain.checkpoint.pieces import stored
 from ftrain.checkpoint.record import Node, StateError, kind_of, of_mapping, of_sequence, plain, value_of
+from ftrain.checkpoint.restore import bits_of
 from ftrain.checkpoint.script_messages import RECORD, progress_of
 from ftrain.checkpoint.shards import tile_of
 from ftrain.checkpoint.state import dtype_name, stored_name

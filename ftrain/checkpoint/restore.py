@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from storage.manifest import Manifest
 from storage.pack import ArraySpec
 from storage.reader import Want
 from storage.run import RunStore
+
+T = TypeVar("T")
 
 STAGED_NBYTES = 256 * 2**20  # of state on a GPU that is loaded into host memory before it is moved
 
@@ -226,24 +228,24 @@ def load_pieces(engine: Restorable, checkpoint: Checkpoint) -> None:
     """Fill the engine's pieces. Weights are not read: they are the rounded masters, by the format's invariant."""
     _check_shapes(engine.array_specs(), checkpoint.manifest)
     pieces = [piece for piece in engine.pieces() if not is_weights(piece.array)]
-    for some in _batches(pieces):
+    for some in batches(pieces, lambda piece: piece.tensor):
         hosts = [piece.tensor.detach().cpu() for piece in some]  # the tensor itself on CPU
-        checkpoint.load([Want(p.array, p.box, _view(host.reshape(p.box.shape))) for p, host in zip(some, hosts, strict=True)])
+        checkpoint.load([Want(p.array, p.box, bits_of(host.reshape(p.box.shape))) for p, host in zip(some, hosts, strict=True)])
         for piece, host in zip(some, hosts, strict=True):
             if host.device != piece.tensor.device:
                 piece.tensor.detach().copy_(host)
 
 
-def _batches(pieces: Sequence[StatePiece]) -> Iterator[Sequence[StatePiece]]:
+def batches(items: Sequence[T], tensor_of: Callable[[T], torch.Tensor]) -> Iterator[Sequence[T]]:
     """All at once on CPU, where values go straight to their place; bounded by host memory where they are staged."""
-    if not pieces or pieces[0].tensor.device.type == "cpu":
-        yield pieces
+    if all(tensor_of(item).device.type == "cpu" for item in items):
+        yield items
         return
-    batch: list[StatePiece] = []
+    batch: list[T] = []
     nbytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        nbytes += piece.tensor.nbytes
+    for item in items:
+        batch.append(item)
+        nbytes += tensor_of(item).nbytes
         if nbytes >= STAGED_NBYTES:
             yield batch
             batch, nbytes = [], 0
@@ -274,8 +276,8 @@ def _check_shapes(specs: Sequence[ArraySpec], manifest: Manifest) -> None:
         raise CoverageError("the checkpoint is of another model: " + "; ".join(problems), problems=tuple(problems))
 
 
-def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory as numpy; bfloat16 as its bits."""
+def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A CPU tensor's memory as NumPy; bfloat16 as its bits."""
     tensor = tensor.detach()
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
@@ -288,7 +290,7 @@ def live_digests(engine: Restorable) -> dict[str, int]:
     for piece in (piece for piece in engine.pieces() if piece.owner):
         spec = specs[index[piece.array]]
         stored = piece.tensor.detach().cpu().to(TORCH_DTYPES[piece.dtype]).reshape(piece.box.shape)
-        bits = _view(stored)
+        bits = bits_of(stored)
         bits = bits.view(np.dtype(f"u{bits.dtype.itemsize}"))
         totals[index[piece.array]] = (totals[index[piece.array]] + digest_box(bits, tuple(spec.shape), piece.box)) % 2**64
     return _summed({spec.name: value for spec, value in zip(specs, totals, strict=True)})
