@@ -80,15 +80,14 @@ class DcpWriter(StorageWriter):
     """Writes one checkpoint, or one after the other, into the run at `url`."""
 
     def __init__(self, url: str | os.PathLike[str], *, step: int | None = None) -> None:
-        """`step`: its number; without it, the one that the call's `checkpoint_id` ends with, or else the next free one."""
+        """`step`: its number; without it, the one in the last part of the call's `checkpoint_id`, or else the next free one."""
         self._url, self._step, self._given = os.fspath(url), step, step
         self._world = 1
         self._epoch: tuple[int, int] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save."""
-        found = re.search(r"(\d+)\D*$", str(checkpoint_id)) if checkpoint_id is not None else None
-        self._step = int(found[1]) if found else self._given
+        self._step = step_of(checkpoint_id, self._given)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to prepare."""
@@ -174,8 +173,7 @@ class DcpReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load."""
-        found = re.search(r"(\d+)\D*$", str(checkpoint_id)) if checkpoint_id is not None else None
-        self._step, self._opened = int(found[1]) if found else self._given, None
+        self._step, self._opened = step_of(checkpoint_id, self._given), None
 
     def _checkpoint(self) -> Checkpoint:
         if self._opened is None:
@@ -239,6 +237,13 @@ class DcpReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Anything names a step."""
         return True
+
+
+def step_of(checkpoint_id: str | os.PathLike[str] | None, given: int | None) -> int | None:
+    """The last number in the last part of what a call names (in `runs/exp-7/latest` there is none), else the given step."""
+    last = os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2] if checkpoint_id is not None else ""
+    found = re.search(r"(\d+)\D*$", last)
+    return int(found[1]) if found else given
 
 
 def _assigned(plan: SavePlan, step: int, epoch: int, writer: int, specs: Mapping[str, ArraySpec]) -> Assignment:

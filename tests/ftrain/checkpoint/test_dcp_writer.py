@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ftrain
+from ftrain.checkpoint.dcp import step_of
 from ftrain.checkpoint.record import StateError
 from storage.errors import Damaged
 from storage.local import LocalStore
@@ -61,6 +62,14 @@ def test_a_save_call_changes_its_writer_and_nothing_else(tmp_path: Path) -> None
     assert checkpoint.step == 10
     assert checkpoint.verify().ok
     assert checkpoint.array("wave").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "step"),
+    [("outputs/step-200", 200), (Path("outputs/200/"), 200), ("step_200.ckpt", 200), ("runs/exp-7/latest", 5), (None, 5)],
+)
+def test_a_step_is_named_by_the_last_part_of_a_path(checkpoint_id: str | Path | None, step: int) -> None:
+    assert step_of(checkpoint_id, 5) == step
 
 
 def test_steps_come_from_the_checkpoint_id_and_a_save_that_goes_back_fences(tmp_path: Path) -> None:
