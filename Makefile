@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-BESIDE := -n 2 --dist loadgroup  # tests that start processes one after the other, all others beside them (tests/conftest.py)
+BESIDE := -n 2  # two at a time: many of them wait for processes of theirs
 
 .PHONY: setup demo test test-all check docs
 setup: $(STAMP)

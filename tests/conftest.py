@@ -48,15 +48,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under pytest-xdist (`make test`): tests that start processes run one after the other, beside all the others."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if any(item.get_closest_marker(name) for name in ("dist", "chaos", "s3")):
-                item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 def remount_read_only(folder: Path) -> None:
     """Make a small disk read-only: root may write to any folder, but to no read-only file system."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
