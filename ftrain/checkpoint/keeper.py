@@ -58,8 +58,11 @@ class Keeper:
         self.snapshot_ready(name)
 
     def drop(self, name: str) -> None:
-        """Forget a slot, after the work on it has ended."""
-        with self._busy.pop(name):
+        """Forget a slot, after the work on it has ended. An unknown name is fine: every node is told of all of them."""
+        lock = self._busy.pop(name, None)
+        if lock is None:
+            return
+        with lock:
             self._slots.pop(name).close()
             for key in (name, f"{name} local"):
                 self._answers.pop(key, None)  # nobody will settle it any more: it must not be said to the next coordinator
@@ -109,7 +112,9 @@ class Keeper:
         if lock is None:
             return
         with lock:
-            slot = self._slots[name]
+            slot = self._slots.get(name)
+            if slot is None:  # dropped while this waited
+                return
             header = slot.header()
             if header.state is not SlotState.COMPLETE:
                 return
