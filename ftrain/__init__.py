@@ -7,14 +7,25 @@ What a training script uses is looked up when it is first used.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftrain.checkpoint.checkpointer import Checkpointer
+    from ftrain.checkpoint.checkpointer import Checkpointer, SaveError
     from ftrain.checkpoint.dcp import DcpReader, DcpWriter
     from ftrain.checkpoint.per_rank import PerRank, RandomState, per_rank
+    from ftrain.checkpoint.record import StateError
     from ftrain.supervised import progress
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpointer", "DcpReader", "DcpWriter", "PerRank", "RandomState", "per_rank", "progress"]
+__all__ = [
+    "Checkpointer",
+    "DcpReader",
+    "DcpWriter",
+    "PerRank",
+    "RandomState",
+    "SaveError",
+    "StateError",
+    "per_rank",
+    "progress",
+]
 
 _MODULES = {
     "Checkpointer": "ftrain.checkpoint.checkpointer",
@@ -22,6 +33,8 @@ _MODULES = {
     "DcpWriter": "ftrain.checkpoint.dcp",
     "PerRank": "ftrain.checkpoint.per_rank",
     "RandomState": "ftrain.checkpoint.per_rank",
+    "SaveError": "ftrain.checkpoint.checkpointer",
+    "StateError": "ftrain.checkpoint.record",
     "per_rank": "ftrain.checkpoint.per_rank",
     "progress": "ftrain.supervised",
 }

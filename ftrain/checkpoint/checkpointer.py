@@ -82,6 +82,7 @@ class Checkpointer:
             keep_every=keep_every,
         )
         self._keeper: KeeperLink | None = None
+        self._failed: list[str] = []  # what has not been raised yet
         self._deaths = 0  # of keepers, since one of them has finished something
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
@@ -143,7 +144,8 @@ class Checkpointer:
         """Copy this rank's share of `state`, and have it stored; returns the seconds that this took from the training loop.
 
         Every rank calls it after the same step, with the state of `load`. `step` is the number of finished steps and grows.
-        The checkpoint exists when all ranks' shares are stored; `wait` waits for that.
+        The checkpoint exists when all ranks' shares are stored; `wait` waits for that. Raises SaveError on all ranks if an
+        earlier save has failed on one of them (with `on_error="raise"`).
         """
         begin = time.monotonic()
         if self._start.epoch < 0:
@@ -152,6 +154,8 @@ class Checkpointer:
             raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
         self._hear()
         self._keep_alive()
+        if self._on_error == "raise":
+            self._agree()
         flat = flatten(state, self._ranks.rank)
         slots = self._ready_for(flat)
         busy = not slots.has_free()
@@ -216,21 +220,27 @@ class Checkpointer:
     # -- what came of it -------------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        """Take in what the keeper has said. Raises SaveError if something failed and that is what was asked for."""
+        """Take in what the keeper has said; what failed is remembered, if it is to be raised."""
         if self._keeper is None:
             return
-        failed = []
         for message in self._keeper.news():
             self._deaths = 0
             if message.error:
-                failed.append(f"step {message.step} is not saved: {message.error}")
+                text = f"step {message.step} is not saved: {message.error}"
+                log.error("%s", text)
+                self._failed += [text] if self._on_error == "raise" else []
             elif isinstance(message, CommitDone):
                 self.committed = message.step
             self._tell_supervisor(message)
-        for text in failed:
-            log.error("%s", text)
-        if failed and self._on_error == "raise":
-            raise SaveError("; ".join(failed))
+
+    def _agree(self, problem: str = "") -> None:
+        """Raise SaveError on all ranks if something has failed on one of them: a rank that left alone would leave the others in
+        a collective. A collective itself.
+        """
+        failed, self._failed = [*self._failed, *([problem] if problem else [])], []
+        said = self._ranks.agreed("; ".join(failed) or None)
+        if said is not None:
+            raise SaveError(said)
 
     def _tell_supervisor(self, message: object) -> None:
         found = reporter()
@@ -250,17 +260,15 @@ class Checkpointer:
         Raises SaveError on all ranks if something could not be stored (with `on_error="raise"`), or if there is nobody left who
         could tell.
         """
-        problem = None
+        problem = ""
         try:
             while self._keeper is not None and self._keeper.owes:
                 self._keep_alive()
                 self._keeper.listen(1.0)
-            self._hear()
         except SaveError as error:
             problem = str(error)
-        problem = self._ranks.agreed(problem)
-        if problem is not None:
-            raise SaveError(problem)
+        self._hear()
+        self._agree(problem)
         self.committed = msgspec.msgpack.decode(self._ranks.first_says(msgspec.msgpack.encode(self.committed)))
         return self.committed
 

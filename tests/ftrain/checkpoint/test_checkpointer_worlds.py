@@ -167,3 +167,27 @@ def test_what_each_rank_has_for_itself_must_be_marked(tmp_path: Path) -> None:
     assert all("seen differs between ranks (0 and 1)" in text for text in refusals)
     assert run_world(found_state, 2, url) == [([0, 0], [0, 0], [0.0] * 3), ([1, 1], [1, 1], [0.0] * 3)]
     assert run_world(found_state, 1, url) == [([0, 0, 1, 1], [0, 0], [0.0] * 3)]
+
+
+def refused_saves(rank: int, url: str) -> str:
+    """Save for a run that has gone on without us; what the next save is answered with."""
+    checkpointer = ftrain.Checkpointer(url, on_error="raise")
+    state: dict[str, Any] = {"seen": torch.ones(3)}
+    checkpointer.load(state)
+    torch.distributed.barrier()
+    if rank == 0:
+        RunStore(LocalStore(url)).take_epoch(owner={})
+    torch.distributed.barrier()
+    checkpointer.save(1, state)
+    while checkpointer._keeper is not None and checkpointer._keeper.owes:
+        checkpointer._keeper.listen(1.0)
+    with pytest.raises(ftrain.SaveError) as caught:
+        checkpointer.save(2, state)
+    checkpointer.close()
+    return str(caught.value)
+
+
+def test_a_commit_that_fails_on_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_world(refused_saves, 2, str(tmp_path / "run"))
+    assert first == second
+    assert "rank 0: step 1 is not saved: Fenced" in first
