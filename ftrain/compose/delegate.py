@@ -342,11 +342,10 @@ class RunDelegate(ElasticDelegate):
             self.links.to_keeper(encode(StoreNewest()))
 
     def on_agent_lost(self) -> Sequence[Event]:
-        """The memory tier is gone, and with it every pack that was not yet whole in storage."""
+        """The memory tier is not whole any more. What its packs lack in storage, keepers of other nodes may still bring."""
         self._memory_step = None
         self._layouts.agent_lost()
         self._places.agent_lost()
-        self._parts.clear()
         self._taken.clear()
         self._debts.clear()
         return []

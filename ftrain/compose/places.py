@@ -99,12 +99,17 @@ class Places:
         """The run goes on from an older step, in a new epoch."""
         if self._holder:
             self._holder.epoch = epoch
-        return self.resumed_from(epoch, step)
+        return self._take_back(epoch, step) if self._local is not None else []
 
     def resumed_from(self, epoch: int, step: int) -> list[Event]:
         """The workers begin with the state of `step`: what the local tier has beyond it is of no use."""
         if self._local is None or (self._local.step or 0) <= step:
             return []
+        return self._take_back(epoch, step)
+
+    def _take_back(self, epoch: int, step: int) -> list[Event]:
+        """The local tier enters the epoch even if it has nothing to lose: something may be on its way to it."""
+        assert self._local is not None
         try:
             self._local.rolled_back(epoch, step)
         except StorageError as error:

@@ -11,9 +11,11 @@ import pytest
 from ftrain.checkpoint.messages import PackStored
 from ftrain.compose.committer import Committer, Job, Outcome
 from ftrain.compose.holder import Holder, check_holder
+from ftrain.compose.places import Places
 from ftrain.compose.stores import open_known, store_options
 from ftrain.compose.tiers import LocalTier, mirror_checkpoint
 from ftrain.config import Storage
+from ftrain.load import load
 from recovery.events import CheckpointCommitted, CheckpointFailed, StorageNotice, TierCommitted
 from recovery.owner import HeldError, this_process
 from storage.epoch import read_epochs
@@ -26,6 +28,7 @@ from storage.s3 import S3Options
 from tests.storage.building import SPECS, build_pack, deal, random_values, save
 from tests.storage.crashing import ClockStore
 
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-dp2.toml"
 HERE = this_process()
 ELSEWHERE = msgspec.structs.replace(HERE, host="node-b", pid=77)
 VALUES, OTHER = random_values(SPECS, 1), random_values(SPECS, 2)
@@ -191,7 +194,9 @@ def test_what_was_committed_just_before_the_run_went_back_does_not_count(tmp_pat
     for part in parts(tier._run.store, OTHER, 30, 0):
         tier.on_keeper(msgspec.structs.replace(part, tier="local"))
     assert done.acquire(timeout=30)  # committed, and not told yet
-    tier.rolled_back(1, 10)
+    places = Places(load(str(CONFIG)), run, [])
+    places._local = tier
+    assert places.rolled_back(1, 10) == []
     tier.results()
     assert tier.step == 10
     tier.close()
