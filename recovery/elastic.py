@@ -52,6 +52,7 @@ class Elastic:
         self._desk, self._delegate, self._limits, self._clock = desk, delegate, limits, clock
         self._changed_at = float("-inf")
         self._restarted: set[Place] = set()
+        self._left = -1  # the newest attempt whose workers were asked to make way
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -108,6 +109,11 @@ class Elastic:
         place = self._blamed(verdict) if decision.action == "restart_exclude_node" else None
         if place is None:
             return False
+        if self._making_way:
+            log.warning(
+                "rank %s is not blamed for %s: another layout follows anyhow", verdict.first_failing_rank, verdict.class_
+            )
+            return True
         out = self._desk.journal.state.out
         blamed = sum(entry.until is not None for entry in out) + 1
         if blamed > self._limits.breaker_share * sum(self.capacity.values()):
@@ -127,6 +133,14 @@ class Elastic:
         self._desk.journal.extend(chosen)
         return True
 
+    @property
+    def _making_way(self) -> bool:
+        """Whether the newest attempt's workers were asked to leave.
+
+        Then the places of ranks are those of the layout to come, and where they sit now is not known any more.
+        """
+        return 0 <= self._desk.journal.state.attempt <= self._left
+
     def _blamed(self, verdict: Verdict) -> Place | None:
         return self._delegate.place_of(verdict.first_failing_rank) if verdict.first_failing_rank is not None else None
 
@@ -135,7 +149,7 @@ class Elastic:
         it is not the process.
         """
         policy, place = self._limits.straggler, self._delegate.place_of(rank)
-        if policy == "report" or place is None or place in self._restarted:
+        if policy == "report" or place is None or place in self._restarted or self._making_way:
             return
         if policy == "exclude":
             self.leave_out(rank, "straggler", reason)
@@ -194,6 +208,7 @@ class Elastic:
         self._changed_at = self._clock()
         running = self._desk.running
         if running is not None:
+            self._left = running
             self._desk.ask_to_leave(running)
 
     def describe(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recovery.delegate import Delegate
 from recovery.elastic import Elastic
-from recovery.events import Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
+from recovery.events import AttemptStarted, Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
 from recovery.journal import Journal
 from recovery.messages import ClientRequest
 from recovery.places import Place
@@ -160,6 +160,18 @@ def test_nobody_to_blame_or_nothing_to_exclude():
     elastic, _, _, _ = made()
     assert not elastic.blame(gpu(None), EXCLUDE)
     assert not elastic.blame(gpu(0), Decision(action="restart", reason="r"))
+
+
+def test_nobody_is_blamed_by_the_places_of_a_layout_that_is_still_to_come():
+    elastic, desk, _, _ = made(places=5)
+    desk.journal.append(AttemptStarted(t=0.0, attempt=7, ranks=4, source="init"))
+    ask(elastic, "drain", place="2")  # rank 2 will sit in place 3
+    assert elastic.blame(gpu(2), EXCLUDE), "the run goes on, in the new layout"
+    elastic.leave_out(2, "silent_corruption", "r")
+    assert [event.slot for event in desk.book.events if isinstance(event, PlaceLost)] == [2]
+    desk.journal.append(AttemptStarted(t=1.0, attempt=8, ranks=4, source="memory"))
+    assert elastic.blame(gpu(2), EXCLUDE)
+    assert [event.slot for event in desk.book.events if isinstance(event, PlaceLost)] == [2, 3]
 
 
 def test_a_straggler_gets_new_processes_once_for_each_place():
