@@ -15,8 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
-from ftrain.checkpoint.memory import newest_snapshot, pack_manifest
-from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled
+from ftrain.checkpoint.memory import pack_manifest
+from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, StoreSnapshot
 from ftrain.checkpoint.stream import SlotStream
 from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
@@ -86,13 +86,13 @@ class Keeper:
             self._send(answer)
         self._tell_debts()
 
-    def store_newest(self) -> None:
-        """Send the newest snapshot that is whole in memory to storage, unless it is on its way already."""
-        newest = newest_snapshot(self._slots)
-        for name in newest.slots if newest is not None else ():
-            self._slots[name].want_upload()
-            self.snapshot_ready(name)
-        self._tell_debts()
+    def store(self, message: StoreSnapshot) -> None:
+        """Send what is here of a snapshot to storage, unless it is on its way already."""
+        for name, slot in self._slots.items():
+            header = slot.header()
+            if header.state is SlotState.COMPLETE and (header.attempt, header.step) == (message.attempt, message.step):
+                slot.want_upload()
+                self.snapshot_ready(name)
 
     def _tell_debts(self) -> None:
         ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)

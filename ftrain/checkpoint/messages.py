@@ -22,8 +22,11 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
     step: int
 
 
-class StoreNewest(msgspec.Struct, frozen=True, kw_only=True, tag="store-newest"):
-    """Coordinator to keeper: the run is being stopped; put the newest snapshot in memory into storage."""
+class StoreSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="store-snapshot"):
+    """Coordinator to all keepers: the run is being stopped; put this snapshot, whole in memory, into storage."""
+
+    attempt: int
+    step: int
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):
@@ -155,14 +158,14 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
-    """Keeper to coordinator, answering Resend and StoreNewest: (attempt, step) of whole snapshots that storage is owed."""
+    """Keeper to coordinator, answering Resend: (attempt, step) of whole snapshots that storage is owed."""
 
     groups: list[tuple[int, int]]
 
 
 Answer = PackStored | PackFailed
 KeeperMessage = Answer | Owed
-KeeperRequest = Settled | Resend | StoreNewest
+KeeperRequest = Settled | Resend | StoreSnapshot
 WorkerMessage = Ready | StepDone | StepTimes | Traced | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode

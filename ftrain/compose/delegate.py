@@ -26,7 +26,7 @@ from ftrain.checkpoint.messages import (
     SnapshotTaken,
     StepDone,
     StepTimes,
-    StoreNewest,
+    StoreSnapshot,
     Traced,
     decode_keeper,
     decode_worker,
@@ -79,6 +79,7 @@ class RunDelegate(ElasticDelegate):
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
+        self._memory_attempt = 0  # that took it
         self._last = LastState()
         self._last_step: StepDone | None = None
         self._doubts = Doubts()
@@ -217,7 +218,7 @@ class RunDelegate(ElasticDelegate):
         if len(self._taken[group]) < self._layouts.ranks_of(attempt):
             return []
         del self._taken[group]
-        self._memory_step = taken.step
+        self._memory_attempt, self._memory_step = attempt, taken.step
         if attempt == self._attempt:
             self._layouts.snapshot(attempt)
         if taken.upload and group not in self._settled:  # else the keeper and the committer were faster than the last rank
@@ -228,6 +229,8 @@ class RunDelegate(ElasticDelegate):
         found: list[Event] = passed_over(ready.passed_over, attempt) if ready.rank == 0 else []
         self._ready[attempt][ready.rank] = ready
         if len(self._ready[attempt]) == self._layouts.ranks_of(attempt):
+            if (self._memory_step or 0) > ready.step:
+                self._memory_step = None  # the workers have forgotten it
             found += self._rolled_back(ready)
             found += self._places.resumed_from(self._epoch, ready.step)
             now, source, proof = time.time(), ready.source, ready.proof
@@ -338,8 +341,10 @@ class RunDelegate(ElasticDelegate):
     def leaving(self, *, stopped: bool) -> None:
         """A run that is stopped without its last save (a worker died meanwhile) takes what memory holds along."""
         if stopped and self._memory_step is not None and self._memory_step > (self._committed or 0):
-            self._debts.ask()
-            self.links.to_keeper(encode(StoreNewest()))
+            group = (self._memory_attempt, self._memory_step)
+            self._settled.discard(group)  # if it could not be stored before, it is tried once more
+            self._debts.add(group)
+            self.links.to_keeper(encode(StoreSnapshot(attempt=group[0], step=group[1])))
 
     def on_agent_lost(self) -> Sequence[Event]:
         """The memory tier is not whole any more. What its packs lack in storage, keepers of other nodes may still bring."""

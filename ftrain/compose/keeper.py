@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import Settled, StoreNewest, decode_request, decode_snapshot, encode
+from ftrain.checkpoint.messages import Settled, StoreSnapshot, decode_request, decode_snapshot, encode
 from ftrain.checkpoint.outbox import Outbox
 from ftrain.compose.args import KeeperArgs
 from ftrain.compose.stores import open_configured
@@ -59,8 +59,8 @@ def handle(keeper: Keeper, message: ToKeeperProcess, fds: tuple[int, ...]) -> No
         request = decode_request(message.payload)
         if isinstance(request, Settled):
             keeper.settled(request)
-        elif isinstance(request, StoreNewest):
-            keeper.store_newest()
+        elif isinstance(request, StoreSnapshot):
+            keeper.store(request)
         else:
             keeper.resend()
 

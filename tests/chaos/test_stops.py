@@ -69,3 +69,15 @@ def test_the_warning_of_a_scheduler_saves_and_its_sigterm_does_not_hurry(tmp_pat
     assert [event.by for event in told if isinstance(event, StopRequested)] == ["SIGUSR1"]
     assert not any(isinstance(event, SignalSent) for event in told)
     assert [event.verdict.class_ for event in told if isinstance(event, InterruptionClassified)] == ["preemption"]
+
+
+@pytest.mark.slow
+def test_a_stop_that_the_workers_cannot_follow_stores_what_memory_holds(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault("step", 8, kind="loop"))
+    parent = run.start("--set", "recovery.stop_s=4")
+    run.wait_for_step(8)  # the newest snapshot is that of step 6; nothing has gone to storage
+    ftrain("stop", run.url)
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == ExitCode.STOPPED, output
+    assert stored_digests(run.url)[0] == 6

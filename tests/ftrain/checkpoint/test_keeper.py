@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, PackStored
+from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, StoreSnapshot
 from storage.box import Box
 from storage.memory import MemoryStore
 from storage.pack import ArraySpec, plan_pack
@@ -15,15 +18,27 @@ SPEC = ArraySpec(name="master/w", shape=(64, 8), dtype="float32", tile=(2, 8))
 LAYOUT = plan_pack({SPEC.name: SPEC}, [(SPEC.name, Box((0, 0), (64, 8)))])
 
 
-def test_a_slot_that_it_does_not_have_is_forgotten_like_any_other() -> None:
-    said: list[KeeperMessage] = []
-    keeper = Keeper(MemoryStore, said.append)
-    fd = os.memfd_create("slot")
-    os.ftruncate(fd, slot_nbytes(LAYOUT))
+@pytest.fixture
+def fd() -> Iterator[int]:
+    """Memory for one slot."""
+    made = os.memfd_create("slot")
+    os.ftruncate(made, slot_nbytes(LAYOUT))
+    yield made
+    os.close(made)
+
+
+def snapshot(fd: int, *, step: int, upload: bool) -> None:
     slot = ArenaSlot(fd)
     slot.prepare(LAYOUT)
-    slot.begin(epoch=0, attempt=0, step=3, rank=0, world=1)
-    slot.complete(b"{}", upload=True)
+    slot.begin(epoch=0, attempt=0, step=step, rank=0, world=2)
+    slot.complete(b"{}", upload=upload)
+    slot.close()
+
+
+def test_a_slot_that_it_does_not_have_is_forgotten_like_any_other(fd: int) -> None:
+    said: list[KeeperMessage] = []
+    keeper = Keeper(MemoryStore, said.append)
+    snapshot(fd, step=3, upload=True)
     keeper.drop("another node's")
     keeper.adopt("ours", fd)
     keeper.close()
@@ -32,5 +47,14 @@ def test_a_slot_that_it_does_not_have_is_forgotten_like_any_other() -> None:
     (stored,) = said
     assert isinstance(stored, PackStored)
     assert stored.step == 3
-    slot.close()
-    os.close(fd)
+
+
+def test_what_is_here_of_a_snapshot_is_stored_when_asked_for_though_other_ranks_are_elsewhere(fd: int) -> None:
+    said: list[KeeperMessage] = []
+    keeper = Keeper(MemoryStore, said.append)
+    snapshot(fd, step=3, upload=False)
+    keeper.adopt("ours", fd)
+    for attempt, step in [(0, 4), (1, 3), (0, 3)]:
+        keeper.store(StoreSnapshot(attempt=attempt, step=step))
+    keeper.close()
+    assert [(type(answer), answer.step) for answer in said if not isinstance(answer, Owed)] == [(PackStored, 3)]
