@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -39,7 +40,9 @@ from ftrain.checkpoint.script_messages import (
     progress_of,
 )
 from recovery.wire import channel
+from storage.commit import read_commit
 from storage.errors import ObjectMissing
+from storage.keys import commit_name, step_folder
 from storage.merge import merge
 from storage.objects import ObjectStore, open_store
 from storage.retention import KeepEvery, KeepLast, RetentionPolicy
@@ -139,6 +142,9 @@ class ScriptKeeper:
 
     def _commit(self, step: int, begin: float) -> CommitDone:
         store = self._run_store()
+        with suppress(ObjectMissing):  # by a keeper that died before it could say so: the parts are not there any more
+            record = read_commit(store, step_folder(step) + commit_name(self._start.epoch))
+            return CommitDone(step=step, nbytes=record.nbytes, seconds=time.monotonic() - begin)
         keys = [delivery_key(step, self._start.epoch, ATTEMPT, rank) for rank in range(self._start.world)]
         deliveries = self._await(store, keys, begin)
         errors = [each.error for each in deliveries if each.error]
@@ -146,7 +152,7 @@ class ScriptKeeper:
             return CommitDone(step=step, error=errors[0])
         parts = [each.stored for each in deliveries if each.stored is not None]
         try:
-            record = merged([msgspec.json.decode(each.record) for each in deliveries])
+            progress = merged([msgspec.json.decode(each.record) for each in deliveries])
         except StateError as error:
             return CommitDone(step=step, error=str(error))
         manifest = merge(
@@ -154,7 +160,7 @@ class ScriptKeeper:
             epoch=self._start.epoch,
             attempt=ATTEMPT,
             step=step,
-            progress=progress_of(step, self._start.world, record),
+            progress=progress_of(step, self._start.world, progress),
             created_s=time.time(),
         )
         RunStore(store).commit(manifest)

@@ -53,8 +53,8 @@ class KeeperLink:
 
     @property
     def status(self) -> int | None:
-        """How it ended."""
-        return self._process.poll()
+        """How it ended; None if it has not. One that has hung up is waited for: it has nothing left to do but end."""
+        return self._process.wait() if self._channel.closed else self._process.poll()
 
     @property
     def owes_parts(self) -> bool:

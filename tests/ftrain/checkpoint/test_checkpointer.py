@@ -221,6 +221,19 @@ def kill_with(checkpointer: Checkpointer, state: dict[str, Any], *steps: int) ->
     checkpointer._keeper._process.wait()
 
 
+def test_a_commit_that_a_dead_keeper_did_not_live_to_tell_is_found(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(10)}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        assert checkpointer._keeper is not None
+        checkpointer._keeper._whole.add(1)  # as if it had not told
+        os.kill(checkpointer._keeper._process.pid, signal.SIGKILL)
+        checkpointer._keeper._process.wait()
+        assert checkpointer.wait() == 1
+
+
 def test_a_keeper_that_always_dies_is_given_up_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.zeros(10)}
     checkpointer = Checkpointer(str(tmp_path))
