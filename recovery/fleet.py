@@ -268,6 +268,7 @@ class Fleet:
 
     def _start(self, start: StartAttempt) -> None:
         """The node of the first rank opens the port; the others are told where it is."""
+        self._epoch = start.epoch  # a run that went back has a later one than it began with
         self._waiting = start if start.rendezvous else None
         first = self._nodes[min(worker.rank for worker in start.workers)]
         for node in dict.fromkeys(self._nodes.values()):

@@ -52,12 +52,15 @@ class RunStore:
         """Become the owner; atomic, and every earlier owner is fenced. Returns the epoch's number.
 
         `starts_from` is the step this history goes on from: the newest checkpoint that opens, the checkpoint of a given step (a
-        roll-back: later steps of earlier epochs cease to count), or None for the very beginning.
+        roll-back: later steps of earlier epochs cease to count), or None for the very beginning. An owner that takes another
+        epoch must still be the owner: `Fenced` if somebody else has taken the run meanwhile.
         """
         if isinstance(starts_from, int):
             self.open(starts_from, tainted=False)
 
         def start(epochs: Epochs) -> int | None:
+            if self.epoch is not None and epochs.newest != self.epoch:
+                raise Fenced(f"epoch {self.epoch} may not go on: epoch {epochs.newest} owns the run", "epochs")
             return self._newest_step() if starts_from == "newest" else starts_from
 
         self.epoch, _ = take_epoch(self.store, owner=owner, starts_from=start, now_s=self._clock())

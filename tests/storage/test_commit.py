@@ -70,6 +70,14 @@ def test_a_roll_back_fences_what_came_after_and_a_zombie_that_comes_late(run: Ru
     assert holds(heir.open(), NEW)
 
 
+def test_an_owner_that_was_replaced_cannot_take_the_run_back_by_going_back(run: RunStore) -> None:
+    save(run, OLD, step=10, epoch=run.take_epoch(owner={"host": "a"}))
+    assert run.take_epoch(owner={"host": "a"}, starts_from=10) == 1
+    assert RunStore(run.store).take_epoch(owner={"host": "b"}) == 2
+    with pytest.raises(Fenced, match="epoch 2 owns the run"):
+        run.take_epoch(owner={"host": "a"}, starts_from=10)
+
+
 def test_a_late_commit_that_nobody_contradicts_counts(run: RunStore) -> None:
     first = run.take_epoch(owner={})
     save(run, OLD, step=20, epoch=first)

@@ -1,0 +1,45 @@
+"""Who is let in, as a pure matter of hellos and epochs: no process, no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recovery.fleet import Fleet
+from recovery.loop import Loop
+from recovery.messages import AgentHello, StartAttempt, Welcome, WorkerSpec
+from recovery.spec import FleetSpec
+
+
+class Line:
+    """A connection that notes what is said on it."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.closed = False
+
+    def take_over(self, on_frame: object, on_close: object) -> None:
+        """Nothing will come."""
+
+    def send(self, message: object) -> None:
+        self.said.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_agent_that_started_an_attempt_after_a_roll_back_is_let_in_again(tmp_path: Path) -> None:
+    loop = Loop()
+    fleet = Fleet(loop, FleetSpec(control=tmp_path, host="127.0.0.1"), 60.0, lambda *told: None, lambda *died: None)
+    fleet.begin(3)
+    first, again, later = Line(), Line(), Line()
+    fleet.offered(first, AgentHello(node="n1", pid=7, boot_id="b", epoch=0))  # type: ignore[arg-type]
+    fleet.place({0: "n1"})
+    start = StartAttempt(attempt=5, epoch=4, workers=(WorkerSpec(rank=0, entry="toy:main", args={}),))
+    fleet.send(start)
+    assert first.said[1:] == [start]
+    fleet.offered(again, AgentHello(node="n1", pid=7, boot_id="b", epoch=4, attempt=5))  # type: ignore[arg-type]
+    assert (again.closed, again.said) == (False, [Welcome(epoch=4)])
+    fleet.offered(later, AgentHello(node="n1", pid=7, boot_id="b", epoch=5))  # type: ignore[arg-type]
+    assert later.closed
+    loop.close()
