@@ -59,12 +59,16 @@ class RunStore:
             self.open(starts_from, tainted=False)
 
         def start(epochs: Epochs) -> int | None:
-            if self.epoch is not None and epochs.newest != self.epoch:
-                raise Fenced(f"epoch {self.epoch} may not go on: epoch {epochs.newest} owns the run", "epochs")
+            self._require_ownership(epochs, "take another")
             return self._newest_step() if starts_from == "newest" else starts_from
 
         self.epoch, _ = take_epoch(self.store, owner=owner, starts_from=start, now_s=self._clock())
         return self.epoch
+
+    def _require_ownership(self, epochs: Epochs, what: str) -> None:
+        """Whoever took an epoch, and not just looks, may do this only while it is the newest."""
+        if self.epoch is not None and epochs.newest != self.epoch:
+            raise Fenced(f"epoch {self.epoch} may not {what}: epoch {epochs.newest} owns the run", "epochs")
 
     def _newest_step(self) -> int | None:
         try:
@@ -83,9 +87,11 @@ class RunStore:
         """Distrust every checkpoint that counts and comes after step `after` (None: all); before a roll-back takes its epoch.
 
         They are kept until somebody asks for their collection, and open when asked for by step. The newest comes first: what
-        counts stays a history without holes wherever this is interrupted. Returns the steps.
+        counts stays a history without holes wherever this is interrupted. Returns the steps. `Fenced` if somebody else owns the
+        run now.
         """
         catalog, found = read_catalog(self.store), list[int]()
+        self._require_ownership(catalog.epochs, "distrust anything")
         for folder, winner in catalog.newest_first():
             if winner is None or (after is not None and folder.step <= after):
                 continue
@@ -160,8 +166,6 @@ class RunStore:
     ) -> CollectReport:
         """Delete what no policy keeps and what nobody owns; see `storage.collect`. `Fenced` if another epoch owns the run."""
         if self.epoch is not None:
-            newest = read_epochs(self.store).newest
-            if newest != self.epoch:
-                raise Fenced(f"epoch {self.epoch} may not delete anything: epoch {newest} owns the run", "epochs")
+            self._require_ownership(read_epochs(self.store), "delete anything")
         how = {"now_s": now_s, "grace_s": grace_s}
         return collect(self.store, policies, **how, live=live, writers=writers, tainted=tainted)

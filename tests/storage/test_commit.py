@@ -76,6 +76,9 @@ def test_an_owner_that_was_replaced_cannot_take_the_run_back_by_going_back(run: 
     assert RunStore(run.store).take_epoch(owner={"host": "b"}) == 2
     with pytest.raises(Fenced, match="epoch 2 owns the run"):
         run.take_epoch(owner={"host": "a"}, starts_from=10)
+    with pytest.raises(Fenced, match="epoch 2 owns the run"):
+        run.taint(after=None, reason="loss spike")
+    assert states(run) == {10: "valid"}
 
 
 def test_a_late_commit_that_nobody_contradicts_counts(run: RunStore) -> None:
