@@ -305,9 +305,10 @@ class RunDelegate(ElasticDelegate):
         if not self._debts.before(self._attempt) and (names := self._layouts.superfluous()):
             self.links.release(names)
         for outcome in self._committer.results() if self._committer else []:
+            self._settle(outcome.settled)
             if outcome.epoch != self._epoch:
-                pass  # the run went back meanwhile: no part of its history, and no failure of it either
-            elif outcome.committed:
+                continue  # the run went back meanwhile: no part of its history, and no failure of it either
+            if outcome.committed:
                 self._committed = max(self._committed or 0, outcome.settled.step)
                 self._moved = {step for step in self._moved if step > self._committed}
                 self._places.committed(outcome.settled.step)
@@ -316,7 +317,6 @@ class RunDelegate(ElasticDelegate):
                     {event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)}
                 )
                 self._after_failure()
-            self._settle(outcome.settled)
             found += outcome.events
         return found
 
