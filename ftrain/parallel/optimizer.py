@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -132,7 +133,12 @@ class ShardedAdamW:
 
     def pieces(self) -> list[StatePiece]:
         """The state this rank holds, box by box; the `owner` of several identical ones writes it."""
-        return [piece for region in self.regions for part in region.parts for piece in self._pieces(region, part)]
+        return list(self._state)
+
+    @cached_property
+    def _state(self) -> tuple[StatePiece, ...]:
+        """Made once: the memory is the same for good, and training waits while a save asks for it."""
+        return tuple(piece for region in self.regions for part in region.parts for piece in self._pieces(region, part))
 
     def _pieces(self, region: Region, part: Part) -> Iterator[StatePiece]:
         owner = is_owner(part.spec, self.mesh.coordinate)
