@@ -92,7 +92,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     interruptions: tuple[PastInterruption, ...] = ()
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
-    onsets: tuple[Onset, ...] = ()  # the newest of each attempt
+    onsets: tuple[Onset, ...] = ()  # the earliest of each attempt
     out: tuple[Out, ...] = ()  # places that are taken away
     blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""
@@ -255,8 +255,8 @@ def _remembered(event: InterruptionClassified, best_step: int) -> PastInterrupti
 def _doubted(state: RunState, event: Suspected) -> RunState:
     if event.onset is None:
         return state
-    if any(onset.void and onset.attempt == event.attempt for onset in state.onsets):
-        return state  # told twice, and already acted upon
+    if any(onset.attempt == event.attempt and (onset.void or onset.step <= event.onset) for onset in state.onsets):
+        return state  # told twice and already acted upon, or in doubt since earlier
     others = tuple(onset for onset in state.onsets if onset.attempt != event.attempt)
     onset = Onset(attempt=event.attempt, step=event.onset, reason=event.reason)
     return replace(state, onsets=(*others, onset))

@@ -34,7 +34,8 @@ class Doubts:
     def on_doubt(self, doubt: Doubt, attempt: int) -> list[Event]:
         """A worker doubts; since when is remembered until the next attempt is planned, in the ledger too."""
         if doubt.onset is not None:
-            self._onsets[attempt] = doubt.onset, doubt.reason
+            found = doubt.onset, doubt.reason
+            self._onsets[attempt] = min(self._onsets.get(attempt, found), found)
         now = time.time()
         return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset, rank=doubt.rank)]
 

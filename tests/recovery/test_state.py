@@ -177,6 +177,9 @@ def test_an_onset_is_void_once_the_run_goes_back_and_stays_so_when_told_again() 
     assert fold(history).onsets == (Onset(attempt=1, step=20, reason="loss spike", void=True),)
     assert fold([*history, history[-2]]).onsets == fold(history).onsets
     assert not fold(doubted(decided="restart")).onsets[0].void
+    later, earlier = (ev.Suspected(t=132, attempt=1, since=132, reason="nan", onset=step) for step in (25, 15))
+    undecided = history[:-1]
+    assert [fold([*undecided, event]).onsets[0].step for event in (later, earlier)] == [20, 15]
     assert fold(crashed_once()).onsets == ()
 
 

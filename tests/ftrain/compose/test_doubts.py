@@ -32,6 +32,7 @@ def infos(*steps: int, fenced: int = 0) -> list[CheckpointInfo]:
 def test_back_to_the_newest_valid_checkpoint_before_the_onset() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
+    doubts.on_doubt(Doubt(step=26, reason="not finite", onset=26), attempt=3)  # in doubt since the earliest
     assert doubts.go_back(infos(5, 10, 15, 20, 25, fenced=15), attempt=3) == (True, 10)
     assert doubts.go_back(infos(5, 10), attempt=4) == (False, None)  # once
 
