@@ -76,6 +76,11 @@ class Coordinator:
         self._previous: AttemptEndInfo | None = None  # of an earlier coordinator, if the next attempt is not started yet
         self._met: set[int] = set()  # whose stock was taken
 
+    @property
+    def state(self) -> RunState:
+        """What is known of the run; nothing as long as it is not ours."""
+        return self.desk.journal.state if self.desk.journal is not None else RunState()
+
     # the story
 
     def run(self) -> Ending:

@@ -39,6 +39,7 @@ from recovery.codes import ExitCode
 @click.option("--max-restarts", type=int, default=3, show_default=True, help="Restarts without a new highest step.")
 @click.option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the processes.")
 @click.option("--master-port", type=int, default=0, help="MASTER_PORT (default: another free one at each start).")
+@click.option("--webhook", default="", metavar="URL", help="Called with the packet when the run stops for a person.")
 @click.option("--take-over", is_flag=True, help="Take the run from an owner on another host that is gone for good.")
 def supervise(command: tuple[str, ...], url: str, nproc: int | None, hang_s: float | None, **given: Any) -> None:
     """Run COMMAND, watch it, find out what ended it, and start it again if that can help.

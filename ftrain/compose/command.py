@@ -48,6 +48,7 @@ class CommandLaunch(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     openblas_threads: str | None = None
     take_over: bool = False
+    webhook: str = ""
     command: str = ""
 
     @property

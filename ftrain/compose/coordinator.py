@@ -65,8 +65,8 @@ def main(argv: list[str]) -> int:
         exporter.close()
     logging.info("%s: %s", ending.outcome, ending.reason)
     asked = config.recovery
-    tell(asked.webhook, folder, coordinator.desk.journal.state, run_url=config.run.url, limit_s=asked.webhook_s)
-    if ending.code == ExitCode.STOPPED and (why := planned_end(coordinator.desk.journal.state)):
+    tell(asked.webhook, folder, coordinator.state, run_url=config.run.url, limit_s=asked.webhook_s)
+    if ending.code == ExitCode.STOPPED and (why := planned_end(coordinator.state)):
         ask_for_requeue(folder, why)
     return ending.code
 

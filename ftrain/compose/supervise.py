@@ -19,6 +19,7 @@ from ftrain.compose.exporter import Exporter
 from ftrain.compose.packets import Packets
 from ftrain.compose.paths import absolute_url, is_local, local_dir_of
 from ftrain.compose.patterns import PatternError, compiled
+from ftrain.compose.webhook import tell
 from recovery.coordinator import Coordinator
 from recovery.events import Event, ProcessDied, StopRequested
 from recovery.launch import python
@@ -29,6 +30,7 @@ from recovery.spec import CoordinatorSpec
 from recovery.state import RunState, fold
 
 RECORD = "supervise.json"
+WEBHOOK_S = 10.0
 
 
 def prepare(launch: CommandLaunch) -> Path:
@@ -100,9 +102,11 @@ def main(argv: list[str]) -> int:
     launch = msgspec.json.decode((folder / RECORD).read_bytes(), type=CommandLaunch)
     exporter = Exporter(folder, port=0)
     try:
-        ending = compose(folder, launch).run()
+        coordinator = compose(folder, launch)
+        ending = coordinator.run()
     finally:
         exporter.close()
+    tell(launch.webhook, folder, coordinator.state, run_url=launch.url, limit_s=WEBHOOK_S)
     logging.info("%s: %s", ending.outcome, ending.reason)
     return ending.code
 

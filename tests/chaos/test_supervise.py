@@ -22,6 +22,7 @@ from recovery.events import (
 from storage.local import LocalStore
 from storage.run import RunStore
 from tests.commands import ftrain, ftrain_json
+from tests.hooks import hook
 from tests.supervised import python, supervised
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -57,6 +58,17 @@ else:
         time.sleep(1)
 assert "torch" not in sys.modules
 """
+
+
+def test_a_person_is_told_of_a_script_that_cannot_work(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise TypeError('lr must be a number')")
+    with hook() as server:
+        with supervised(tmp_path, "--webhook", server.url, *python("train.py")) as run:
+            code, _, err = run.wait()
+        assert code == 13, err
+    (received,) = server.received
+    assert received["run"] == run.url
+    assert "software_error" in received["text"]
 
 
 def test_a_script_that_knows_nothing_is_killed_and_started_again(tmp_path: Path) -> None:
