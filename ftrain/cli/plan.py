@@ -342,6 +342,7 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 @click.option("--stragglers", type=float, default=0.0, help="Slow machines per 1,000 node-days.")
 @click.option("--trace", default="", metavar="FILE", help="Replay a trace or a ledger instead.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Times and counts; the answer lists them.")
+@click.option("--policies", is_flag=True, help="Also answer the same failures in other ways.")
 @click.option("--measured", default="", metavar="RUN", help="Take times of recovery from a run of yours; --assume goes before.")
 @click.option(
     "--lengths", default="", metavar="LENGTH:COUNT,...", help="Compare static and dynamic CP on this histogram instead."

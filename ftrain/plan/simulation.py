@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Question:
     """A trace or a ledger to replay instead of drawing from the table."""
     assume: tuple[str, ...] = ()
     """`name=value` for fields of `Rules`."""
+    policies: bool = False
+    """Also ask the same failures under other policies."""
 
 
 def rules(setup: Setup, question: Question) -> Rules:
@@ -99,8 +102,10 @@ def default_actions() -> dict[str, str]:
     return {name: str(entry["action"]) for name, entry in classes.items()}
 
 
-def play(setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float) -> Outcome:
-    """Run the simulation with the config's own limits and retention."""
+def play(
+    setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float, actions: dict[str, str] | None = None
+) -> Outcome:
+    """Run the simulation with the config's own limits and retention; `actions` instead of the classifier's."""
     from recovery.policy import Limits
     from storage import retention
 
@@ -112,9 +117,8 @@ def play(setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float) 
             policies.append(retention.KeepLast(policy.n))
         elif isinstance(policy, KeepEvery):
             policies.append(retention.KeepEvery(policy.steps))
-    return Simulation(how, limits=limits, actions=default_actions(), retention=tuple(policies)).run(
-        happened, seconds=days * DAY
-    )
+    known = default_actions() if actions is None else actions
+    return Simulation(how, limits=limits, actions=known, retention=tuple(policies)).run(happened, seconds=days * DAY)
 
 
 def answer(setup: Setup, question: Question) -> Answer:
@@ -131,6 +135,7 @@ def answer(setup: Setup, question: Question) -> Answer:
         _limits(setup, how, happened, question.days, outcome),
         _causes(outcome),
         _comparison(setup, how, happened, outcome),
+        *([_policies(setup, how, happened, outcome)] if question.policies else []),
         _assumptions(how),
     ]
     return Answer(
@@ -287,6 +292,43 @@ def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], done: Out
         source="ftrain.plan.simulate",
     )
     return Section(title="Comparison", tables=(table,))
+
+
+def other_policies(how: Rules) -> dict[str, tuple[Rules, dict[str, str]]]:
+    """Name -> how the run works and what is done about each class at a first occurrence."""
+    actions, some = default_actions(), max(1, ceil(how.nodes / 100))
+
+    def instead(new: str, *old: str) -> dict[str, str]:
+        return {name: new if action in old else action for name, action in actions.items()}
+
+    return {
+        "as the config says": (how, actions),
+        "no spare machine": (replace(how, spares=0), actions),
+        f"one spare machine in a hundred ({some})": (replace(how, spares=some), actions),
+        "never another machine": (how, instead("restart", "restart_exclude_node")),
+        "another machine at every restart": (how, instead("restart_exclude_node", "restart")),
+        "a person decides every time": (how, dict.fromkeys(actions, "stop_for_human")),
+    }
+
+
+def _policies(setup: Setup, how: Rules, happened: Sequence[Failure], done: Outcome) -> Section:
+    """The same failures under other policies."""
+    rows: list[tuple[Value, ...]] = []
+    for name, (rule, actions) in other_policies(how).items():
+        outcome = play(setup, rule, happened, days=done.wall_s / DAY, actions=actions)
+        shares = (f"{100 * outcome.buckets[bucket] / outcome.wall_s:.2f} %" for bucket in ("waiting", "slowed", "repeated"))
+        rows.append((name, f"{100 * outcome.effective:.2f} %", *shares))
+    table = Table(
+        key="policies",
+        title="The same failures again, answered in another way",
+        columns=("policy", "effective", "waiting", "slowed", "repeated"),
+        rows=tuple(rows),
+        source="recovery.policy.decide",
+    )
+    note = (
+        "a machine that failed fails no more often than others here, so that never taking another one looks better than it is"
+    )
+    return Section(title="Policies", tables=(table,), notes=(note,))
 
 
 def _assumptions(how: Rules) -> Section:

@@ -219,6 +219,26 @@ def test_the_classifier_s_own_actions_are_used() -> None:
     }
 
 
+def test_other_policies_cost_what_they_must() -> None:
+    """Three lost machines, 1,000 s apart: a person takes 100 s each time; without a spare one of four replicas is away."""
+    lost = [at(1000.5 * k, "node_failure") for k in (1, 2, 3)]
+    variants = simulation.other_policies(replace(SIMPLE, spares=0, human_s=100.0, repair_s=500.0))
+    found = {name: play(rules, lost, 4500.0, actions=actions) for name, (rules, actions) in variants.items()}
+    assert found["a person decides every time"].buckets["waiting"] == pytest.approx(300.0)
+    assert found["never another machine"].buckets["slowed"] == 0.0
+    assert found["one spare machine in a hundred (1)"].buckets["slowed"] == 0.0
+    slowed = found["no spare machine"].buckets["slowed"]  # 3 x 500 s at three quarters of the speed, in whole steps
+    assert slowed == pytest.approx(3 * 500 / 4, rel=0.01)
+    assert found["as the config says"].buckets == found["no spare machine"].buckets
+
+
+def test_policies_are_compared_on_the_same_failures() -> None:
+    reply = ask("plan simulate configs/llama3-405b.toml --hardware h100 --days 30 --policies")
+    rows = {entry["policy"]: float(entry["effective"].split()[0]) for entry in reply.rows("policies")}
+    assert rows["as the config says"] == pytest.approx(100 * reply.value("effective"), abs=0.01)
+    assert rows["a person decides every time"] < rows["as the config says"]
+
+
 def test_a_trace_and_a_ledger_are_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"t_s": 5, "class": "gpu_lost", "node": "n1"}\n{"t_s": 2, "class": "unknown"}\n')
