@@ -50,7 +50,7 @@ WORKER_POINTS = [
 
 
 @pytest.mark.parametrize(("point", "step"), WORKER_POINTS)
-def test_a_killed_worker_costs_at_most_a_snapshot_interval(
+def test_row_76_a_killed_worker_costs_at_most_a_snapshot_interval(
     point: str, step: int, tmp_path: Path, corpus: str, unbroken: dict[str, str]
 ) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault(point, step))
@@ -120,7 +120,9 @@ def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(
     assert redone(run.events()) <= STORE_STEPS + 2  # a step or two may have ended between the commit's upload and the kill
 
 
-def test_the_whole_tree_is_killed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
+def test_row_48_the_whole_tree_is_killed_and_the_same_command_goes_on(
+    tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus)
     parent = run.start()
     run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
