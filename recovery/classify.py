@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from recovery.culprit import first_failing
 from recovery.events import Action, EvidenceLine, Verdict
 from recovery.evidence import Evidence
+from recovery.exits import ended_text, sender_text
 from recovery.observe import Observation, observe
 from recovery.reading import Reader, read
 from recovery.templates import ClassMeaning, Overrides, Signature, Table, default_table
@@ -95,7 +96,7 @@ def explain(case: Evidence, table: Table | None = None) -> Explanation:
 
 def _verdict(case: Evidence, reader: Reader, table: Table, matches: Sequence[Observation]) -> Verdict:
     if not matches:
-        return Verdict(class_="unknown", component="unknown", confidence=0.1, reason="nothing says what happened")
+        return Verdict(class_="unknown", component="unknown", confidence=0.1, reason=_unexplained(case))
     best = matches[0]
     class_, component, action, retryable, planned = _meaning(case, reader, table, best)
     same = [m for m in matches if m.signature.class_ == best.signature.class_ or m.signature.name == best.signature.name]
@@ -110,7 +111,7 @@ def _verdict(case: Evidence, reader: Reader, table: Table, matches: Sequence[Obs
         retryable=retryable,
         action=action,
         confidence=_confidence(best, matches),
-        reason=_reason(best, rank),
+        reason=_reason(best, rank) + _sender(case, best, matches),
         evidence=_evidence(best, same),
         node=case.nodes.get(str(rank), "") if rank is not None else "",
         signature=best.signature.name,
@@ -170,6 +171,24 @@ def _reason(best: Observation, rank: int | None) -> str:
     shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
     who = "" if rank is None or best.line.where == "exit" else f"rank {rank}: "
     return f"{who}{shown}" if best.line.where in ("log", "exit") else f"{who}{best.line.where}: {shown}"
+
+
+def _unexplained(case: Evidence) -> str:
+    """No signature knows it: at least how the first rank ended that did not end well and not by our own doing."""
+    reason = "nothing says what happened"
+    first = next((rank for rank in (*case.order, *case.exit) if case.exit.get(rank) and rank not in case.ours), None)
+    if first is None:
+        return reason
+    return f"{reason}; {ended_text(first, case.exit[first] or 0)}{sender_text(case, first, oom_on_record=False)}"
+
+
+def _sender(case: Evidence, best: Observation, matches: Sequence[Observation]) -> str:
+    """Where a bare exit status is all there is and explains nothing: what is known of who did it."""
+    if best.line.where != "exit" or best.signature.class_ != "unknown":
+        return ""
+    oom = any(match.signature.class_ == "host_oom" and match.line.where != "exit" for match in matches)
+    who = str(best.line.index) if best.line.rank is not None else "agent"
+    return sender_text(case, who, oom_on_record=oom)
 
 
 def _evidence(best: Observation, same: Sequence[Observation]) -> tuple[EvidenceLine, ...]:

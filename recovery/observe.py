@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recovery.evidence import Evidence
+from recovery.exits import ended_text
 from recovery.literals import compiled
 from recovery.reading import Line, Reader
 from recovery.templates import ExitMeaning, Reading, Signature, Table
@@ -153,5 +154,5 @@ def _exits(case: Evidence, table: Table) -> Iterator[Observation]:
             continue
         if struck:
             rank = int(struck[0]) if struck[0].isdigit() else -1
-            text = f"rank {struck[0]} ended with {own[struck[0]]}"
+            text = ended_text(struck[0], own[struck[0]])
             yield Observation(meaning, Line("exit", rank, text, text, rank if rank >= 0 else None), meaning.weight)

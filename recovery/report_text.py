@@ -19,6 +19,7 @@ from recovery.events import (
     Suspected,
     steps_of,
 )
+from recovery.exits import exit_text
 from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError
 
 
@@ -93,13 +94,6 @@ def _story(event: Event) -> Iterator[str]:
             yield f"decided {event.action}{wait}: {event.reason}"
         case AttemptEnded():
             yield f"ended; last finished step {event.step}"
-
-
-def exit_text(status: int | None) -> str:
-    """An exit status in words."""
-    if status is None:
-        return "status unknown"
-    return f"signal {-status}" if status < 0 else f"exit code {status}"
 
 
 def evidence_text(line: EvidenceLine) -> str:

@@ -7,10 +7,13 @@ The very code that the supervisor runs, on a file: to check a verdict, to try a 
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 import msgspec
@@ -23,6 +26,10 @@ from recovery.policy import History, Limits, decide
 from recovery.templates import Table, TableError, load_table
 
 SHOWN = 8  # lines considered and discarded that the text form shows
+LOG_BYTES = 4 << 20  # of a plain log, from its end, where the error is: at worst ten seconds of work, never gigabytes in memory
+HEAD_BYTES = 64 * 1024  # to tell a log from JSON: blank lines may come first
+# `[` also begins the lines of many a log (`[rank0]: ...`, `[2026-01-31 ...`): only an array of cases begins like this.
+_JSON = re.compile(rb"\s*(\{|\[\s*([{\]]|$))")
 
 
 @click.command()
@@ -35,11 +42,16 @@ SHOWN = 8  # lines considered and discarded that the text form shows
     help="A site's own signature table (TOML), merged over the shipped one.",
 )
 def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatures: Path | None) -> None:
-    """Say what interrupted each case of FILES (JSON or JSON lines; `-` is stdin).
+    """Say what interrupted each case of FILES: recorded incidents, or plain logs of any software (`-` is stdin).
+
+    A file that begins like JSON (`{`, or `[` before `{`) holds cases: one object, an array, or one object a line, with the
+    fields exit, log, kernel, scheduler. Any other file is the log of one case, named like the file; of a log larger than 4 MiB
+    the end is read.
 
     \b
-    Example:
+    Examples:
       ftrain classify incidents.jsonl --json
+      ftrain classify slurm-4711.out --explain
     """
     try:
         table = load_table(signatures)
@@ -51,9 +63,14 @@ def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatu
 
 
 def read_cases(file: Path) -> Iterator[Evidence]:
-    """The cases of a file: one JSON object, a JSON array, or one object a line."""
-    data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-    whole = data.strip()
+    """The cases of a file: one JSON object, a JSON array, or one object a line; a plain log is one case. Nothing in nothing."""
+    with nullcontext(io.BytesIO(sys.stdin.buffer.read())) if str(file) == "-" else file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+        if head.strip() and not _JSON.match(head):
+            yield _log(file, stream)
+            return
+        stream.seek(0)
+        whole = stream.read().strip()
     if whole.startswith(b"["):
         yield from msgspec.json.decode(whole, type=list[Evidence])
         return
@@ -63,6 +80,17 @@ def read_cases(file: Path) -> Iterator[Evidence]:
         for number, line in enumerate(whole.splitlines(), start=1):
             if line.strip():
                 yield _case(file, number, line)
+
+
+def _log(file: Path, stream: IO[bytes]) -> Evidence:
+    """A log that some software wrote, or its end; of statuses, kernel and scheduler nothing is known."""
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(max(0, size - LOG_BYTES))
+    lines = stream.read().decode("utf-8", "replace").splitlines()
+    if size > LOG_BYTES:
+        lines = lines[1:]  # the first is cut
+        render.note(f"{file}: the last {LOG_BYTES} of {size} bytes were read; lines are counted from there")
+    return Evidence(id="stdin" if str(file) == "-" else file.name, log=tuple(lines))
 
 
 def _case(file: Path, number: int, line: bytes) -> Evidence:

@@ -132,6 +132,42 @@ def test_nothing_known_is_unknown() -> None:
     assert verdict(exit={"0": 1}).class_ == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        ({"exit": {"0": 1, "1": -9}}, "rank 1 was killed by SIGKILL, sent by nobody known: no out-of-memory kill on record"),
+        (
+            {"exit": {"0": 1, "1": -9}, "order": ["1", "0"]},  # as a supervisor writes it down
+            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, no out-of-memory kill on record",
+        ),
+        (
+            {"exit": {"0": 1, "1": -9}, "order": ["1"], "notes": ["kernel log: not readable: Operation not permitted"]},
+            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, "
+            "no out-of-memory kill on record (the kernel log could not be read)",
+        ),
+        (
+            {"exit": {"0": 1, "1": 137}},
+            "rank 1 ended with exit code 137 (128 + SIGKILL), sent by nobody known: no out-of-memory kill on record",
+        ),
+        (
+            {"exit": {"0": None, "1": -15}, "order": ["1"]},
+            "nothing says what happened; rank 1 was killed by SIGTERM, sent by nobody known: not by this supervisor",
+        ),
+        ({"exit": {"0": -15, "1": 0}, "ours": ["0"], "order": ["0"]}, "nothing says what happened"),
+        ({"exit": {"0": 1}}, "rank 0 ended with exit code 1"),
+        ({"exit": {"0": 0, "1": -11}}, "rank 1 was killed by SIGSEGV (Segmentation fault)"),
+    ],
+)
+def test_a_bare_status_in_words_and_who_did_not_send_the_signal(evidence: dict[str, Any], reason: str) -> None:
+    assert verdict(**evidence).reason == reason
+
+
+def test_an_out_of_memory_kill_on_record_is_not_denied() -> None:
+    kill = "Out of memory: Killed process 4 (python) total-vm:1kB"
+    found = verdict(exit={"0": 1, "1": -9}, order=["1"], kernel=[kill])
+    assert (found.class_, "on record" in found.reason) == ("host_oom", False)
+
+
 CLOSED = "[rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
 

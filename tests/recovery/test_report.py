@@ -87,8 +87,8 @@ def test_interval_of_the_failure_rate_is_garwoods(count: int, least: float, most
 def test_one_attempt_explained() -> None:
     text = "\n".join(explain(crashed_once(), 0))
     assert "steps 1 to 2 finished" in text
-    assert "worker of rank 1 (pid 7) ended: signal 9\n" in text
-    assert "(pid 8) ended: signal 9, by our own signal" in text
+    assert "worker of rank 1 (pid 7) ended: killed by SIGKILL\n" in text
+    assert "(pid 8) ended: killed by SIGKILL, by our own signal" in text
     assert "decided restart after 1 s: first time" in text
     with pytest.raises(ReportError, match="no attempt 7"):
         explain(crashed_once(), 7)

@@ -63,6 +63,49 @@ def test_reasons_for_people_and_for_scripts(tmp_path: Path) -> None:
     assert {"considered", "discarded"} <= set(json.loads(line))
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="at once"),
+        pytest.param("\n\n", id="blank lines first"),
+        pytest.param("[rank0]: starting\n[rank1]: starting\n", id="a prefix like an array"),
+        pytest.param("[2026-01-31 10:00:00] starting\n", id="a time like an array"),
+        pytest.param("\x1b[32mstarting\x1b[0m \udcff\n", id="colour and no UTF-8"),
+    ],
+)
+def test_a_plain_log_is_one_case_named_like_the_file(tmp_path: Path, before: str) -> None:
+    file = tmp_path / "train.log"
+    line = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    file.write_text(f"{before}{line}\n", errors="surrogateescape")
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.output)
+    assert (said["id"], said["class"], said["first_failing_rank"]) == ("train.log", "cuda_oom", 1)
+    assert said["evidence"][0] == {"where": "log", "line": before.count("\n"), "text": line}
+
+
+def test_a_log_from_a_pipe() -> None:
+    result = CliRunner().invoke(classify, ["-", "--json"], input="CUDA out of memory. Tried to allocate 1 GiB\n")
+    assert (json.loads(result.output)["id"], json.loads(result.output)["class"]) == ("stdin", "cuda_oom")
+
+
+def test_of_a_large_log_the_end_is_read_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftrain.cli.classify.LOG_BYTES", 100)
+    file = tmp_path / "train.log"
+    file.write_text("CUDA out of memory. Tried to allocate 1 GiB\n" + "waiting\n" * 50 + "KeyError: 'x'\n")
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert "the last 100 of " in result.stderr
+    said = json.loads(result.stdout)
+    assert (said["class"], said["evidence"][0]["line"]) == ("software_error", 10)  # 100 bytes: a cut line, 10 more, the last
+
+
+@pytest.mark.parametrize("text", ['{"exit": {"0": -9', '[{"exit": {"0": -9}}', '{"exit": 3}', "["])
+def test_broken_json_is_no_log(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cases.json"
+    file.write_text(text)
+    assert CliRunner().invoke(classify, [str(file)]).exit_code == 2
+
+
 def test_what_is_no_case_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "cases"
     file.write_text(json.dumps(OOM) + "\nnonsense\n")

@@ -1,0 +1,58 @@
+"""An exit status in the words of a person: `-9` says nothing to somebody who does not write supervisors.
+
+Only what is known is said. A signal of the kind that somebody sends raises the question who did, and the answer is what the
+evidence rules out: this supervisor (which keeps a record of what it sent), an out-of-memory kill that anybody noted.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from recovery.evidence import Evidence
+
+SHELL = 128  # what shells and containers add to the number of the signal that ended a program
+_FAULTS = frozenset(
+    {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS}
+)  # raised by what the program itself did: nobody is to be looked for
+
+
+def exit_text(status: int | None) -> str:
+    """A status in a few words: `killed by SIGKILL`, `exit code 1`, `exit code 137 (128 + SIGKILL)`, `status unknown`."""
+    if status is None:
+        return "status unknown"
+    if status < 0:
+        return f"killed by {_signal_text(-status)}"
+    meant = _known(status - SHELL)
+    return f"exit code {status}" + (f" ({SHELL} + {meant.name})" if meant else "")
+
+
+def ended_text(who: str, status: int) -> str:
+    """As a sentence on a rank (or on `agent`, the process above all ranks of a node)."""
+    subject = f"rank {who}" if who.isdigit() else f"the {who}"
+    return f"{subject} {'was' if status < 0 else 'ended with'} {exit_text(status)}"
+
+
+def sender_text(case: Evidence, who: str, *, oom_on_record: bool) -> str:
+    """Who sent the signal that ended `who`, to be appended to that sentence; empty where no one needs to have sent one."""
+    status = case.exit.get(who) or 0
+    number = -status if status < 0 else status - SHELL
+    sent = _known(number)
+    if sent is None or sent in _FAULTS:
+        return ""
+    # Only a supervisor writes down the order of deaths, and with it which of them were its own doing.
+    ruled_out = ["not by this supervisor"] if status < 0 and who in case.order and who not in case.ours else []
+    if sent == signal.SIGKILL and not oom_on_record:
+        unread = any("kernel log:" in note for note in case.notes)
+        ruled_out.append("no out-of-memory kill on record" + (" (the kernel log could not be read)" if unread else ""))
+    return ", sent by nobody known" + (f": {', '.join(ruled_out)}" if ruled_out else "")
+
+
+def _known(number: int) -> signal.Signals | None:
+    return next((it for it in signal.Signals if it == number), None)
+
+
+def _signal_text(number: int) -> str:
+    known = _known(number)
+    if known is None:
+        return f"signal {number}"
+    return f"{known.name} ({signal.strsignal(number)})" if known in _FAULTS else known.name
