@@ -47,7 +47,8 @@ def drill(
 ) -> None:
     """Run what CONFIG describes twice, once undisturbed and once under random faults, and compare the results bit for bit.
 
-    Leaves with 0 if the states are equal and every fault was recognised, with 4 otherwise.
+    The compared checkpoint comes after the last fault. Leaves with 0 if the states are equal and every fault was recognised,
+    with 4 otherwise, or if no fault came before that checkpoint: then nothing is proved.
 
     \b
     Example:
@@ -113,7 +114,9 @@ def show(outcome: Outcome) -> None:
     same = "equal" if outcome.equal else f"DIFFERENT: {', '.join(outcome.different[:5])}"
     if outcome.seams:
         same += f"; {outcome.seams} changes of layout, proved by digests; bit for bit up to the first, the same tokens after"
-    render.data(f"state of step {outcome.step}, recomputed from storage: {same}")
+    render.data(f"state of step {outcome.step}, after {outcome.covered} of the faults, recomputed from storage: {same}")
+    if not outcome.covered:
+        render.data("NOT PROVED: no fault came before that checkpoint, so that it says nothing about a recovery")
 
 
 def _plain(outcome: Outcome) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """A drill: the same run twice, once left alone and once under fire, and the proof that nobody can tell from the result.
 
-The unbroken run goes first, for half of the time; its newest periodic checkpoint is what must come out. Then the other one
-runs under the real supervisor, started by the very command a person would type, while its processes are struck at random; a
-run that ends too early is started again, as a person would. When it has committed that checkpoint it is stopped, and the
-digests of both, recomputed from what lies in storage, must be equal.
+The unbroken run goes first, for half of the time. Then the other one runs under the real supervisor, started by the very
+command a person would type, while its processes are struck at random; a run that ends too early is started again, as a person
+would. It is stopped when it has got as far and has committed a checkpoint of a step finished after the last strike and the last
+recovery: an earlier one would say nothing about them. The digests of both runs there, recomputed from what lies in storage,
+must be equal. If the unbroken run did not get as far, it is made anew, from its beginning: resumed it would not be unbroken.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from msgspec.structs import replace
 
 from ftrain.compose.ledgers import LedgerTail, read_ledger
 from ftrain.compose.proof import stored_digests
-from ftrain.compose.strikes import BY_NAME, TABLE_5, Strike, Struck, confusion, inside, match, named, plan
+from ftrain.compose.strikes import (
+    BY_NAME,
+    TABLE_5,
+    Strike,
+    Struck,
+    confusion,
+    inside,
+    last_checkpoints,
+    match,
+    named,
+    plan,
+    provable,
+)
 from ftrain.config import Config, Fault
 from ftrain.load import to_toml
 from recovery.client import NotRunningError, ask
@@ -50,6 +63,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     step: int
     equal: bool
+    covered: int
+    """Strikes that the compared checkpoint comes after; with none of them, equal proves nothing."""
     different: tuple[str, ...]
     seams: int
     """Changes of layout. If there were any, equal means: digests at each, bit for bit up to the first, the same tokens."""
@@ -61,8 +76,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """The state is the unbroken run's, and every strike was taken for what it was."""
-        return self.equal and not self.unexplained and all(strike.right for strike in self.struck)
+        """The state after the strikes is the unbroken run's, and every strike was taken for what it was."""
+        return self.equal and self.covered > 0 and not self.unexplained and all(strike.right for strike in self.struck)
 
 
 class Orders(Struct, frozen=True, kw_only=True):
@@ -93,10 +108,17 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
     )
     faults = inside(strikes, steps=step, seconds=half_s)
     broken = Course(variant(config, folder / "broken", faults), folder)
-    say(f"the run under fire, to the checkpoint of step {step}: {len(strikes)} strikes planned")
+    planned = f"{len(strikes)} {'strike' if len(strikes) == 1 else 'strikes'} planned"
+    say(f"the run under fire, to step {step} and a checkpoint after the last strike: {planned}")
     fire = Fire(broken, [strike for strike in strikes if BY_NAME[strike.kind].target != "inside"], say)
-    broken.run_until(step, max(LEAST_PATIENCE_S, PATIENCE * half_s), fire.tick)
-    return _compare(unbroken, broken, step, [*fire.struck, *fired(broken, orders.kinds)])
+    limit_s = max(LEAST_PATIENCE_S, PATIENCE * half_s)
+    compared = broken.run_until(step, limit_s, fire)
+    if compared not in unbroken.committed:
+        say(f"the unbroken run, anew, to the checkpoint of step {compared}")
+        shutil.rmtree(unbroken.url)
+        unbroken = Course(unbroken.config, folder)
+        unbroken.run_alone(limit_s, compared)
+    return _compare(unbroken, broken, compared, [*fire.struck, *fired(broken)])
 
 
 def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config:
@@ -134,6 +156,7 @@ class Course:
         self._every = config.checkpoint.every_steps
         self.parent = 0
         """Pid of `ftrain run`."""
+        self.told: list[Event] = []
         self.committed: list[int] = []
         self.step = 0
         self.restarts = 0
@@ -157,16 +180,19 @@ class Course:
     def look(self) -> None:
         """What the ledger says that is new."""
         for event in self._tail.new():
+            self.told.append(event)
             if isinstance(event, CheckpointCommitted) and event.step % self._every == 0:
                 self.committed.append(event.step)
             self.step = max([self.step, *(record.step for record in steps_of(event))])
 
-    def run_alone(self, seconds: float) -> int:
-        """Undisturbed, for a while, and at least until there is a checkpoint; its step."""
+    def run_alone(self, seconds: float, until: int | None = None) -> int:
+        """Undisturbed, for a while and at least until there is a checkpoint, or just until that of step `until`; its step."""
         with self._running() as process:
             deadline = time.monotonic() + LEAST_PATIENCE_S + seconds
             began: float | None = None  # the time counts from the first step
-            while not (self.committed and began is not None and time.monotonic() - began > seconds):
+            while until not in self.committed and (
+                until is not None or not self.committed or began is None or time.monotonic() - began <= seconds
+            ):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise DrillError(f"the unbroken run ends or does not get to a checkpoint; see {self._log}")
                 time.sleep(POLL_S)
@@ -175,23 +201,30 @@ class Course:
         self.look()
         return self.committed[-1]
 
-    def run_until(self, step: int, limit_s: float, tick: Callable[[], bool]) -> None:
-        """Until `step` is committed and `tick` has nothing more to do; started again whenever it ends before."""
+    def run_until(self, step: int, limit_s: float, fire: Fire) -> int:
+        """Until `fire` is over and a checkpoint from `step` on comes after it all; started again whenever it ends before.
+
+        The step of that checkpoint.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             with self._running() as process:
                 while process.poll() is None:
                     self.look()
-                    if step in self.committed and tick():
-                        return
+                    found = self.provable([*fire.struck, *fired(self)], step) if fire.tick() else None
+                    if found is not None:
+                        return found
                     if time.monotonic() > deadline:
-                        raise DrillError(f"step {step} is not reached within {limit_s:.0f} s; see {self._log}")
-                    if step not in self.committed:
-                        tick()
+                        reached = f"no checkpoint from step {step} on was committed after the last strike"
+                        raise DrillError(f"{reached} within {limit_s:.0f} s; see {self._log}")
                     time.sleep(POLL_S)
             self.restarts += 1
             if self.restarts > RESTARTS:
                 raise DrillError(f"the run under fire ended {self.restarts} times; see {self._log}")
+
+    def provable(self, struck: Sequence[Struck], least: int) -> int | None:
+        """The first checkpoint, from step `least` on, that comes after all of these and the last recovery; None: not yet."""
+        return provable(last_checkpoints(self.told, self._every), struck, least)
 
     def status(self) -> dict[str, Any] | None:
         """What the live coordinator says; None if there is none."""
@@ -286,7 +319,7 @@ def damage(url: Path, step: int) -> None:
         file.write(bytes([value ^ 1]))
 
 
-def fired(course: Course, kinds: Sequence[str]) -> list[Struck]:
+def fired(course: Course) -> list[Struck]:
     """What workers did to themselves, by the markers that they left (`ftrain.faults`)."""
     found: list[Struck] = []
     for number, fault in enumerate(course.config.faults):
@@ -332,6 +365,7 @@ def same_training(ours: Sequence[Event], theirs: Sequence[Event], step: int, sea
 def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Struck]) -> Outcome:
     expected, found = stored_digests(str(unbroken.url), step)[1], stored_digests(str(broken.url), step)[1]
     told: list[Event] = [*read_ledger(str(broken.url))]
+    at = last_checkpoints(told, broken.config.checkpoint.every_steps).get(step, 0.0)
     made = report(told)
     struck, unexplained = match(strikes, made.interruptions)
     names = sorted(expected.keys() | found.keys())
@@ -342,6 +376,7 @@ def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Stru
     return Outcome(
         step=step,
         equal=same,
+        covered=sum(strike.t < at for strike in strikes),
         different=different if not same else (),
         seams=len(seams),
         struck=struck,

@@ -14,6 +14,7 @@ from typing import cast
 from msgspec import Struct
 
 from ftrain.config import Fault, FaultKind, FaultPoint
+from recovery.events import AttemptStarted, CheckpointCommitted, Event, steps_of
 from recovery.report import InterruptionRow
 
 NONE = "none"  # no interruption: the workers step on
@@ -143,6 +144,30 @@ def named(fault: Fault) -> str:
     """The kind of strike that a fault is."""
     found = (kind.name for kind in KINDS if (kind.what, kind.at, kind.text) == (fault.kind, fault.at, fault.text))
     return next(found)
+
+
+def last_checkpoints(told: Sequence[Event], every: int) -> dict[int, float]:
+    """The periodic checkpoints that the last attempt made itself, and when the step of each was finished (unix time).
+
+    What an attempt before it had begun to upload may be committed later than the strike: that is no proof of a recovery.
+    """
+    ended: dict[int, float] = {}
+    committed: list[int] = []
+    attempt: int | None = None
+    for event in told:
+        if isinstance(event, AttemptStarted):
+            attempt, ended, committed = event.attempt, {}, []
+        elif event.attempt == attempt:
+            ended.update({record.step: record.t_end for record in steps_of(event)})
+            if isinstance(event, CheckpointCommitted) and event.step % every == 0:
+                committed.append(event.step)
+    return {step: ended[step] for step in committed if step in ended}
+
+
+def provable(checkpoints: Mapping[int, float], struck: Sequence[Struck], least: int) -> int | None:
+    """The first of these checkpoints, from step `least` on, whose step was finished after every strike; None: not yet."""
+    last = max((strike.t for strike in struck), default=0.0)
+    return min((step for step, t in checkpoints.items() if step >= least and t > last), default=None)
 
 
 def match(struck: Sequence[Struck], rows: Sequence[InterruptionRow]) -> tuple[list[Struck], list[InterruptionRow]]:

@@ -26,6 +26,8 @@ def drilled(run: TinyRun, *options: str, limit_s: float) -> dict[str, Any]:
     outcome: dict[str, Any] = json.loads(done.stdout)
     table = json.dumps(outcome["struck"], indent=1) + json.dumps(outcome["unexplained"], indent=1)
     assert (done.returncode, outcome["equal"], outcome["good"]) == (0, True, True), done.stderr + table
+    assert outcome["covered"] == len(outcome["struck"]) > 0, "the compared checkpoint comes after every strike"
+    assert outcome["step"] >= max(strike["step"] for strike in outcome["struck"])
     assert len(outcome["struck"]) == sum(sum(counts.values()) for counts in outcome["confusion"].values())
     shutil.rmtree(str(run.url) + "-drill")
     return outcome

@@ -6,9 +6,24 @@ from collections import Counter
 
 import pytest
 
-from ftrain.compose.drill import first_seam, same_training, seam_proofs
-from ftrain.compose.strikes import BY_NAME, KINDS, NONE, TABLE_5, Strike, Struck, confusion, inside, match, named, plan
-from recovery.events import AttemptStarted, Event, Ready, StepFinished
+from ftrain.cli.drill import show
+from ftrain.compose.drill import EXIT, Outcome, first_seam, same_training, seam_proofs
+from ftrain.compose.strikes import (
+    BY_NAME,
+    KINDS,
+    NONE,
+    TABLE_5,
+    Strike,
+    Struck,
+    confusion,
+    inside,
+    last_checkpoints,
+    match,
+    named,
+    plan,
+    provable,
+)
+from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, StepFinished
 from recovery.report import InterruptionRow
 
 NAMES = tuple(BY_NAME)
@@ -127,3 +142,63 @@ def test_up_to_the_seam_bit_for_bit_and_the_same_tokens_after_it() -> None:
     assert same_training(whole, other, 4, 2)
     assert not same_training(whole, other, 4, 3)
     assert not same_training(whole, course(("dp4", 0, "")), 4, 2), "two steps are missing"
+
+
+def attempt(number: int, restored: int, to: int, *, t: float) -> list[Event]:
+    """An attempt that makes a step a second from `t` on, the first being `restored` + 1."""
+    told: list[Event] = [AttemptStarted(t=t, attempt=number, ranks=2, source="memory", restored_step=restored)]
+    for step in range(restored + 1, to + 1):
+        t += 1.0
+        told.append(StepFinished(t=t, attempt=number, step=step, t_begin=t - 1.0, t_end=t))
+    return told
+
+
+def committed(number: int, step: int) -> Event:
+    return CheckpointCommitted(t=1000.0, attempt=number, step=step)
+
+
+def test_a_checkpoint_from_before_the_last_strike_proves_nothing() -> None:
+    """Steps 1 to 56 with a commit at 50; struck at 56; from 50 again to 105."""
+    kill = [Struck(kind="worker-kill", t=156.0, pid=1, rank=0, step=56)]
+    told = [*attempt(0, 0, 56, t=100.0), committed(0, 50)]
+    assert provable(last_checkpoints(told, 50), [], 50) == 50
+    assert provable(last_checkpoints(told, 50), kill, 50) is None
+    told += attempt(1, 50, 105, t=160.0)
+    assert provable(last_checkpoints(told, 50), kill, 50) is None, "not committed yet"
+    told += [committed(1, 60), committed(1, 100)]  # 60 is no periodic one: a stop made it
+    assert last_checkpoints(told, 50) == {100: 210.0}
+    assert provable(last_checkpoints(told, 50), kill, 50) == 100
+    assert provable(last_checkpoints(told, 50), kill, 150) is None, "not as far as the unbroken run"
+
+
+def test_an_upload_that_outlives_its_attempt_is_no_proof() -> None:
+    told = [*attempt(0, 0, 101, t=0.0), *attempt(1, 90, 101, t=110.0), committed(0, 100)]
+    assert last_checkpoints(told, 50) == {}
+
+
+def test_a_strike_that_interrupts_nothing_must_also_come_before() -> None:
+    told = [*attempt(0, 0, 101, t=0.0), committed(0, 50), committed(0, 100)]
+    checkpoints = last_checkpoints(told, 50)
+    found = [provable(checkpoints, [Struck(kind="keeper-kill", t=t, pid=1, rank=None, step=1)], 50) for t in (49, 51, 100.5)]
+    assert found == [50, 100, None]
+
+
+@pytest.mark.parametrize(("covered", "code"), [(0, 4), (1, 0)])
+def test_without_a_strike_before_it_an_equal_state_is_no_proof(
+    covered: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = Outcome(
+        step=50,
+        equal=True,
+        covered=covered,
+        different=(),
+        seams=0,
+        struck=[],
+        unexplained=[],
+        confusion={},
+        restarts=0,
+        effective_time=1.0,
+    )
+    assert EXIT[outcome.good] == code
+    show(outcome)
+    assert ("NOT PROVED: no fault came before" in capsys.readouterr().out) == (covered == 0)
