@@ -24,8 +24,32 @@ def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
     with told():
         try:
             return request(folder, kind, args)
-        except (NotRunningError, ValueError) as error:
+        except NotRunningError as error:
+            render.fail(f"{run_url}: {_not_running(run_url, local_dir) or error}", ExitCode.USAGE)
+        except ValueError as error:
             render.fail(f"{run_url}: {error}", ExitCode.USAGE)
+
+
+def _not_running(run_url: str, local_dir: str) -> str:
+    """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there."""
+    from ftrain.compose.ledgers import read_ledger
+    from recovery.ledger import LedgerFormatError
+    from recovery.state import Phase, fold
+    from storage.errors import StorageError
+
+    try:
+        state = fold(read_ledger(run_url, local_dir))
+    except (StorageError, LedgerFormatError):
+        return ""
+    if not state.events:
+        return ""
+    again = "`ftrain run CONFIG` with more run.steps" if state.outcome == "finished" else "`ftrain run CONFIG`"
+    then = f"{again} goes on with it, `ftrain report {run_url}` explains"
+    if state.phase is not Phase.ENDED:
+        where = f"its coordinator does not answer; its ledger goes to step {state.step}"
+        return f"{where}: ask again in a moment, it may be restarting; if it is gone, {then}"
+    reason = f" ({state.outcome_reason})" if state.outcome_reason else ""
+    return f"the run is not running: {state.outcome.replace('_', ' ')} at step {state.step}{reason}; {then}"
 
 
 @click.command()

@@ -48,7 +48,10 @@ def run(
     with told():
         config = load(config_path, overrides)
         if dry_run:
+            from ftrain.compose.corpora import check_data
+
             show_plan(config, as_json=as_json)
+            check_data(config)
             return
         from ftrain.compose.checks import before_start
         from ftrain.compose.launch import prepare

@@ -27,6 +27,7 @@ HOST = "127.0.0.1"
 LOCAL_BYTES = 64 << 20  # logs and the ledger's open segment
 FILES_PER_RANK, FILES = 16, 128
 SKEW_S = 5.0
+DATA = "data"  # the check that finds fault with the config, not with the machine
 
 
 def cheap(config: Config) -> list[Check]:
@@ -73,6 +74,7 @@ def thorough(config: Config) -> list[Check]:
     url = {"url": config.run.url, "storage": msgspec.to_builtins(config.storage)}
     return [
         *cheap(config),
+        Check(name=DATA, entry="ftrain.compose.corpora:probe", args={"config": msgspec.to_builtins(config)}, limit_s=60.0),
         Check(
             name="memory",
             entry="recovery.probes:memory",

@@ -14,6 +14,7 @@ import msgspec
 
 from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
+from ftrain.compose.corpora import check_data
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.nodes import arena_nbytes, fleet_spec
@@ -30,8 +31,6 @@ from storage.errors import ConfigurationError
 from storage.objects import check_store
 from storage.run import RunStore
 
-STDLIB = "stdlib"  # the source that every machine has
-
 
 def prepare(
     config: Config,
@@ -46,7 +45,7 @@ def prepare(
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     config = with_absolute_url(config)
-    check_data(config)
+    check_data(config, prepare=True)
     check_memory(config)
     limit_traffic(config)
     store = open_configured(config.storage, config.run.url)
@@ -133,19 +132,6 @@ def check_network(config: Config) -> None:
         fleet_spec(config, local_dir(config))
     except NoInterfaceError as error:
         raise RefusedError([str(error)]) from error
-
-
-def check_data(config: Config) -> None:
-    """A corpus that is not there would end every worker one by one: say so first (RefusedError)."""
-    missing = [
-        source.path + ending
-        for source in config.data.sources
-        if source.path != STDLIB
-        for ending in (".idx", ".bin")
-        if not Path(source.path + ending).is_file()
-    ]
-    if missing:
-        raise RefusedError([f"data.sources: {path} is not there; `ftrain data prepare` makes it" for path in missing])
 
 
 def coordinator_argv(folder: Path) -> list[str]:

@@ -27,7 +27,7 @@ from ftrain.data.blend import Blend
 from ftrain.data.errors import DataError
 from ftrain.data.sampler import Ints, derive, permute
 from ftrain.data.source import Source, Span
-from ftrain.data.stdlib import ensure_stdlib
+from ftrain.data.stdlib import STDLIB, ensure_stdlib
 from ftrain.data.tokens import TokenFile
 
 _ORDER, _BLEND, _HELDOUT = 1, 2, 3  # purposes, so that no two keys are the same
@@ -55,15 +55,16 @@ class Dataset:
         """`root` is the cache folder in which the built-in corpus is prepared on first use."""
         data = config.data
         self.seq_len, self.vocab, self.isolates = data.seq_len, config.model.vocab, data.isolate_documents
-        files = [TokenFile(ensure_stdlib(root) if item.path == "stdlib" else item.path) for item in data.sources]
+        files = [TokenFile(ensure_stdlib(root) if item.path == STDLIB else item.path) for item in data.sources]
         self.sources = [Source(f, seq_len=data.seq_len, heldout_fraction=data.heldout_fraction) for f in files]
         self.weights = tuple(item.weight for item in data.sources)
         self._train = _Stream([s.train for s in self.sources], self.weights, seed=config.run.seed, purpose=_ORDER)
         self._heldout = _Stream([s.heldout for s in self.sources], self.weights, seed=0, purpose=_HELDOUT)
         if config.evaluate.every_steps and config.evaluate.sequences > self.num_heldout:
+            fewer = f"evaluate.sequences = {self.num_heldout} or less" if self.num_heldout else "evaluate.every_steps = 0"
             raise DataError(
                 f"evaluate.sequences = {config.evaluate.sequences}, but data.heldout_fraction = {data.heldout_fraction} "
-                f"leaves {self.num_heldout} held-out sequences of {self.seq_len} tokens: raise one or lower the other"
+                f"leaves {self.num_heldout} held-out sequences of {self.seq_len} tokens: set {fewer}, or hold out more"
             )
 
     @property

@@ -26,6 +26,9 @@ from ftrain.data.tokenizer import ByteTokenizer
 MOST_BYTES = 8 << 20
 """Files are taken until the next one would exceed this: enough for a demonstration, prepared in about a second."""
 
+STDLIB = "stdlib"
+"""The path of this corpus in `data.sources`: the one that every machine has."""
+
 _FORMAT = 1  # of this folder's content; raise it when the choice of files changes
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 
@@ -53,12 +56,23 @@ def stdlib_files(*, most_bytes: int = MOST_BYTES) -> list[Path]:
 def ensure_stdlib(root: str, *, progress: Callable[[Progress], None] | None = None) -> str:
     """The prefix of the prepared corpus, prepared if it is not there yet. Any number of processes may call it at once."""
     files = stdlib_files()
-    size = sum(path.stat().st_size for path in files)
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    folder = Path(root) / f"stdlib-{sys.implementation.name}-{version}-{len(files)}-{size}-v{_FORMAT}"
+    folder = _folder(root, files)
     if not folder.is_dir():
         _prepare(folder, files, progress)
     return str(folder / "bytes")
+
+
+def find_stdlib(root: str) -> str | None:
+    """The prefix of the prepared corpus; None if it is not there yet."""
+    folder = _folder(root, stdlib_files())
+    return str(folder / "bytes") if folder.is_dir() else None
+
+
+def _folder(root: str, files: list[Path]) -> Path:
+    """Where the corpus of these files belongs."""
+    size = sum(path.stat().st_size for path in files)
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    return Path(root) / f"stdlib-{sys.implementation.name}-{version}-{len(files)}-{size}-v{_FORMAT}"
 
 
 def _prepare(folder: Path, files: list[Path], progress: Callable[[Progress], None] | None) -> None:

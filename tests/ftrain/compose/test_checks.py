@@ -6,10 +6,15 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ftrain.compose import checks
+from ftrain.compose.corpora import check_data
 from ftrain.compose.errors import RefusedError
+from ftrain.data.errors import DataError
+from ftrain.data.stdlib import cache_root, ensure_stdlib
+from ftrain.data.writer import TokenWriter
 from ftrain.load import load
 from recovery.preflight import Concern
 from recovery.probes import ProbeError, program
@@ -19,7 +24,11 @@ from tests.runs import TinyRun
 
 @pytest.fixture
 def run(tmp_path: Path) -> TinyRun:
-    return TinyRun(folder=tmp_path, corpus="nowhere")
+    prefix = str(tmp_path / "corpus")
+    with TokenWriter(prefix, vocab=257) as out:
+        out.add(np.arange(6000) % 257)  # 300 tokens are held out: 9 sequences of 32 and the tokens after them
+        out.end_document()
+    return TinyRun(folder=tmp_path, corpus=prefix)
 
 
 def test_doctor_finds_this_machine_fit(run: TinyRun) -> None:
@@ -32,6 +41,7 @@ def test_doctor_finds_this_machine_fit(run: TinyRun) -> None:
             "descriptors",
             "memory areas",
             "memory",
+            "data",
             "storage",
             "clock",
             "collective",
@@ -85,3 +95,47 @@ def test_compiling_asks_for_a_compiler_before_the_start(run: TinyRun, monkeypatc
     with pytest.raises(ProbeError, match="none of no-such-compiler was found"):
         program(**asked.args)
     assert program(["no-such-compiler", "sh"]).endswith("/sh")
+
+
+NOWHERE = ("--set", 'data.sources=[{path="nope"}]')
+TOO_MANY = ("--set", "evaluate.sequences=64")
+
+
+@pytest.mark.parametrize("words", [("run", "--dry-run"), ("run",), ("doctor",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param(NOWHERE, ["data.sources: nope.idx is not there", "ftrain data prepare"], id="missing"),
+        pytest.param(
+            TOO_MANY,
+            ["evaluate.sequences = 64", "heldout_fraction = 0.05", "9 held-out sequences", "evaluate.sequences = 9 or less"],
+            id="too-few-held-out",
+        ),
+    ],
+)
+def test_data_that_cannot_work_are_refused_before_anything_starts(
+    words: tuple[str, ...], change: tuple[str, ...], says: list[str], run: TinyRun
+) -> None:
+    done = ftrain(words[0], str(run.config), *words[1:], *change)
+    assert done.returncode == 3, done.stderr
+    assert [word for word in says if word not in done.stdout + done.stderr] == []
+    assert "Traceback" not in done.stderr
+    assert not (run.local / "launch.json").exists()
+    assert not (run.local / "ledger").exists()
+
+
+def test_a_look_at_the_data_does_not_prepare_the_built_in_corpus(
+    run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    alone = load(str(run.config), ['data.sources=[{path="stdlib"}]', "evaluate.sequences=100000"])
+    assert "'stdlib' is prepared by the first run" in check_data(alone)
+    beside = f'data.sources=[{{path="stdlib"}}, {{path="{run.corpus}"}}]'
+    assert "1 corpora can be read" in check_data(load(str(run.config), [beside, "evaluate.sequences=64"]))
+    with pytest.raises(DataError, match="corpus: has 5700 training tokens of 6000"):
+        check_data(load(str(run.config), [beside, "data.seq_len=6000"]))
+    assert not cache.exists()
+    ensure_stdlib(cache_root())
+    with pytest.raises(DataError, match=r"evaluate\.sequences = 100000, but"):
+        check_data(alone)

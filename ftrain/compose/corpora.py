@@ -1,0 +1,57 @@
+"""Whether the data of a config can be trained on, asked before the first process is started.
+
+A worker that finds a corpus missing, or too short for its config, dies; so does its successor, and the run is given up over
+what was a slip in the config. Opening the files as a worker does costs a look at their index: the tokens are mapped, not read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftrain.compose.errors import RefusedError
+from ftrain.config import Config
+from ftrain.data.dataset import Dataset
+from ftrain.data.stdlib import STDLIB, cache_root, find_stdlib
+
+
+def check_data(config: Config, *, prepare: bool = False) -> str:
+    """What there is to train on, in words. Raises RefusedError or DataError (given, allowed, what to do) if it cannot be used.
+
+    Without `prepare`, a built-in corpus that no run has prepared yet is passed over, and with it the size of the held-out text.
+    """
+    _check_files(config)
+    waits = not prepare and any(source.path == STDLIB for source in config.data.sources) and find_stdlib(cache_root()) is None
+    if waits:
+        others = tuple(source for source in config.data.sources if source.path != STDLIB)
+        if others:
+            Dataset(_only(config, others), root=cache_root())
+        return f"{len(others)} corpora can be read; {STDLIB!r} is prepared by the first run"
+    data = Dataset(config, root=cache_root())
+    train = data.train_tokens_per_pass // data.seq_len
+    return f"{train} training and {data.num_heldout} held-out sequences of {data.seq_len} tokens"
+
+
+def probe(config: dict[str, Any]) -> str:
+    """`check_data` as a check of `ftrain doctor`, in a process that may hang on a dead file system."""
+    return check_data(msgspec.convert(config, Config))
+
+
+def _check_files(config: Config) -> None:
+    missing = [
+        source.path + ending
+        for source in config.data.sources
+        if source.path != STDLIB
+        for ending in (".idx", ".bin")
+        if not Path(source.path + ending).is_file()
+    ]
+    if missing:
+        raise RefusedError([f"data.sources: {path} is not there; `ftrain data prepare` makes it" for path in missing])
+
+
+def _only(config: Config, sources: tuple[Any, ...]) -> Config:
+    """The config with some of its corpora: how much they hold out together says nothing, so it is not asked."""
+    replace = msgspec.structs.replace
+    return replace(config, data=replace(config.data, sources=sources), evaluate=replace(config.evaluate, every_steps=0))
