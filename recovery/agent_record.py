@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from recovery import paths
+from recovery.files import replace_file
 from recovery.launch import boot_id, is_alive, start_time
 from recovery.spec import AgentSpec
 
@@ -54,9 +55,7 @@ def write_record(spec: AgentSpec) -> None:
     pid = os.getpid()
     record = AgentRecord(node=spec.node, pid=pid, start_time=start_time(pid) or 0, boot_id=boot_id())
     path = paths.agent_record(Path(spec.local_dir))
-    draft = path.with_name(f"{path.name}.{pid}")
-    draft.write_bytes(msgspec.json.encode(record))
-    os.replace(draft, path)
+    replace_file(path, msgspec.json.encode(record))
 
 
 def living_agent(folder: Path) -> AgentRecord | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from recovery.files import replace_file
 from recovery.launch import boot_id, start_time
 
 RECORD = "owner.json"
@@ -120,6 +121,4 @@ def _check(previous: Owner | None, here: Owner, *, locked: bool, take_over: bool
 
 
 def _write(folder: Path, owner: Owner) -> None:
-    draft = folder / f"{RECORD}.{owner.pid}"
-    draft.write_bytes(msgspec.json.encode(owner))
-    os.replace(draft, folder / RECORD)
+    replace_file(folder / RECORD, msgspec.json.encode(owner))

@@ -9,12 +9,12 @@ secret or true: whoever answers there must prove that it holds the run's key.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from recovery.files import replace_file
 from recovery.identity import KEY_FILE, context
 from recovery.tls import TlsChannel, dial
 
@@ -37,9 +37,7 @@ def control_folder(shared: Path) -> Path:
 
 def publish(control: Path, address: Address) -> None:
     """Say where to connect, whole or not at all."""
-    draft = control / f"{ADDRESS}.{os.getpid()}"
-    draft.write_bytes(msgspec.json.encode(address))
-    os.replace(draft, control / ADDRESS)
+    replace_file(control / ADDRESS, msgspec.json.encode(address))
 
 
 def read_address(control: Path) -> Address:

@@ -22,6 +22,7 @@ from recovery import events, paths
 from recovery.command import COMMAND, CommandArgs
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links
 from recovery.events import Event
+from recovery.files import replace_file
 from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
 from recovery.owner import this_process
@@ -85,9 +86,7 @@ class CommandDelegate(Delegate):
         self._links = links
         path = self._folder / "epoch"
         self._epoch = 1 + (int(path.read_text()) if path.exists() else 0)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(str(self._epoch))
-        os.replace(temporary, path)
+        replace_file(path, str(self._epoch).encode())
         now = time.time()
         started = events.RunStarted(
             t=now,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ftrain.compose.ledgers import LedgerTail
 from recovery.exposition import CONTENT_TYPE, exposition
+from recovery.files import replace_file
 from recovery.report import ReportBuilder, ReportError
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,7 @@ class Exporter:
             for event in self._tail.new():
                 self._books.add(event)
             text = exposition(self._books.build(None))
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(text)
-            os.replace(temporary, self._path)
+            replace_file(self._path, text.encode())
         except ReportError:
             return  # nothing has happened yet
         except OSError as error:

@@ -6,7 +6,6 @@ at any time.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
 from ftrain.load import fingerprint
 from recovery.agent_record import living_agent
+from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError
@@ -169,6 +169,4 @@ def check_memory(config: Config) -> None:
 
 def _write(path: Path, record: Any) -> None:
     """Whole or not at all: a coordinator may be started at any moment."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
-    os.replace(temporary, path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(record)))

@@ -13,6 +13,7 @@ import msgspec
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
+from recovery.files import replace_file
 from recovery.network import interface_address, names_of
 from recovery.rendezvous import control_folder
 from recovery.spec import FleetSpec
@@ -91,8 +92,4 @@ def tell_nodes(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs
 
 def write(path: Path, record: Any) -> None:
     """Whole or not at all, and for this user only: others read it at any moment."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(record)))
-    os.replace(draft, path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(record)), mode=0o600)

@@ -8,7 +8,6 @@ since.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from recovery.events import AttemptStarted, Decided, Event, InterruptionClassified, Verdict
+from recovery.files import replace_file
 from recovery.packet import Packet, packet
 from recovery.policy import Decision
 from recovery.state import RunState
@@ -55,9 +55,7 @@ class Packets:
         path = packet_file(self._folder, verdict_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
-            os.replace(temporary, path)
+            replace_file(path, msgspec.json.format(msgspec.json.encode(made)))
         except OSError as error:  # what it says stands in the ledger too
             log.error("the packet %s cannot be written: %s", path, error)
 

@@ -22,6 +22,7 @@ from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.webhook import tell
 from recovery.coordinator import Coordinator
 from recovery.events import Event, ProcessDied, StopRequested
+from recovery.files import replace_file
 from recovery.launch import python
 from recovery.ledger import Ledger, read_all
 from recovery.owner import claim
@@ -54,9 +55,7 @@ def prepare(launch: CommandLaunch) -> Path:
     if (folder / "launch.json").exists():
         raise RefusedError([f"{launch.url} is the run of a config (`ftrain run`): give --run another folder"])
     claim(folder, take_over=launch.take_over).release()
-    temporary = folder / "supervise.tmp"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(launch)))
-    os.replace(temporary, folder / RECORD)
+    replace_file(folder / RECORD, msgspec.json.format(msgspec.json.encode(launch)))
     return folder
 
 
