@@ -72,7 +72,7 @@ class Desk:
         self._stop_s = spec.stop_s
         self._told: set[tuple[str, str, int, int]] = set()
         self._asked_by: dict[int, float] = {}
-        self._save_owed: int | None = None  # a checkpoint of this step or a later one was asked for
+        self._save_owed: int | None = None  # the step at which one was asked for; one of this step or a later one is the answer
 
     def _agents(self, loop: Loop, spec: CoordinatorSpec) -> AgentLink | Fleet:
         """One machine's agent, or those of many; the places of a node are known while it is there."""
