@@ -154,7 +154,8 @@ def test_checkpointer(tmp_path: Path) -> None:
     result = tiny("checkpointer", tmp_path)
     assert {"dcp_stall_over_ours", "dcp_wall_over_ours", "bytes_read_over_needed", "stall_over_memcpy"} < result.keys()
     assert result["verified_bytes"] > 0
-    assert 1 <= result["bytes_read_over_needed"] < 2
+    # so small an array is one chunk, and a chunk is read whole: by each of the four ranks of the widest layout at most
+    assert 1 <= result["bytes_read_over_needed"] <= 4
     assert list(tmp_path.iterdir()) == []
 
 
