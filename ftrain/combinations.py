@@ -186,7 +186,7 @@ def _fsdp(config: Config) -> Iterator[Problem]:
 
 
 def _even(config: Config) -> Iterator[tuple[str, int]]:
-    """Every number of sequences of which FSDP's replicas need equal shares."""
+    """Every number of sequences of which replicas that work in step need equal shares."""
     yield from _sizes(config)
     if config.evaluate.every_steps:
         yield "evaluate.sequences", config.evaluate.sequences
@@ -202,6 +202,40 @@ def _fsdp_groups(config: Config) -> Iterator[Problem]:
         legal = [n for n in range(2, shards) if shards % n == 0]
         hint = _hint(_around(parallel.fsdp_inner, legal)) if legal else 'nearest: parallel.sharding = "fsdp"'
         yield Problem("parallel.fsdp_inner", given, "a divisor of the replicas, neither 1 nor all", hint)
+
+
+def _experts(config: Config) -> Iterator[Problem]:
+    model, parallel = config.model, config.parallel
+    if not model.experts:
+        if parallel.ep > 1:
+            given = f"given {parallel.ep}, with model.experts = 0"
+            yield Problem("parallel.ep", given, "1: a dense model has no experts to share out", "nearest: 1")
+        return
+    if model.experts_per_token > model.experts:
+        given = f"given {model.experts_per_token}, with model.experts = {model.experts}"
+        yield Problem("model.experts_per_token", given, "at most model.experts", f"nearest: {model.experts}")
+    if parallel.sharding != "zero1":
+        given = f'given "{parallel.sharding}", with model.experts = {model.experts}'
+        yield Problem("parallel.sharding", given, "zero1: FSDP does not share out experts", "nearest: zero1")
+
+
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    experts, ep = config.model.experts, config.parallel.ep
+    if not experts or ep == 1:
+        return
+    dp, cp = max(1, replicas(config)), config.parallel.cp
+    legal = [n for n in range(1, dp * cp + 1) if dp * cp % n == 0 and experts % n == 0]
+    hint = _hint(_around(ep, legal))
+    if experts % ep:
+        yield Problem("parallel.ep", f"given {ep}, with model.experts = {experts}", "a divisor of model.experts", hint)
+    if dp * cp % ep:
+        given = f"given {ep}, with dp x cp = {dp} x {cp}"
+        yield Problem("parallel.ep", given, "a divisor of dp x cp: experts are shared out among replicas", hint)
+    for path, size in _even(config):
+        unit = config.batch.micro_batch * dp
+        if size % unit:
+            allowed = f"a multiple of micro_batch x replicas = {unit}: replicas that share experts take equal shares"
+            yield Problem(path, f"given {size}, with parallel.ep = {ep}", allowed, nearest(size, multiple_of=unit))
 
 
 def _documents(config: Config) -> Iterator[Problem]:
@@ -307,6 +341,8 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _documents,
     _fsdp,
     _fsdp_groups,
+    _experts,
+    _expert_groups,
     _batch,
     _ramp,
     _schedule,

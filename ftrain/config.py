@@ -66,7 +66,24 @@ class Model(Section, frozen=True, kw_only=True):
     heads: Annotated[int, Meta(ge=1, description="number of query heads", extra=REFUSED)]
     kv_heads: Annotated[int, Meta(ge=0, description="number of key/value heads; 0: as many as heads", extra=REFUSED)] = 0
     head_dim: Annotated[int, Meta(ge=0, description="size of a head; 0: hidden / heads", extra=REFUSED)] = 0
-    ffn: Annotated[int, Meta(ge=1, description="inner width of the SwiGLU block", extra=REFUSED)]
+    ffn: Annotated[int, Meta(ge=1, description="inner width of the SwiGLU block, or of each expert", extra=REFUSED)]
+    experts: Annotated[
+        int, Meta(ge=0, description="experts of each layer, among which a router chooses; 0: a dense model", extra=REFUSED)
+    ] = 0
+    experts_per_token: Annotated[int, Meta(ge=1, description="with experts: how many compute a token", extra=ACCEPT)] = 2
+    balance_coef: Annotated[
+        float,
+        Meta(ge=0, description="with experts: weight of the balance loss of each sequence in what is learned", extra=ACCEPT),
+    ] = 0.01
+    capacity: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="with experts: an expert takes at most capacity x seq_len x experts_per_token / experts tokens of a "
+            "sequence, rounded up, the first ones; 0: all (dropless)",
+            extra=ACCEPT,
+        ),
+    ] = 0.0
     vocab: Annotated[int, Meta(ge=2, description="vocabulary size, unpadded", extra=REFUSED)]
     tied: Annotated[bool, Meta(description="output head shares the embedding matrix", extra=REFUSED)] = False
     rope_base: Annotated[float, Meta(gt=0, description="base of the rotary position angles", extra=ACCEPT)] = 500_000.0
@@ -134,6 +151,15 @@ class Parallel(Section, frozen=True, kw_only=True):
     tp: Annotated[int, Meta(ge=1, description="tensor parallel size", extra=RECORDED)] = 1
     cp: Annotated[int, Meta(ge=1, description="context parallel size", extra=RECORDED)] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline parallel size", extra=RECORDED)] = 1
+    ep: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="with experts: so many neighbours of DP x CP share them out; a view on these ranks, which multiplies "
+            "nothing",
+            extra=RECORDED,
+        ),
+    ] = 1
     order: Annotated[tuple[Axis, ...], Meta(description="rank order, innermost axis first", extra=RECORDED)] = (
         "tp",
         "cp",

@@ -29,6 +29,7 @@ __all__ = [
     "Change",
     "ConfigProblems",
     "Problem",
+    "active_parameters",
     "changes",
     "combinations",
     "fingerprint",
@@ -115,9 +116,20 @@ def changes(old: Config, new: Config) -> list[Change]:
 
 def num_parameters(config: Config) -> int:
     """Parameters of the model, tied ones counted once, vocabulary unpadded."""
+    return _parameters(config, config.model.experts)
+
+
+def active_parameters(config: Config) -> int:
+    """Those that compute a token: all of them but the experts that it is not sent to."""
+    return _parameters(config, min(config.model.experts, config.model.experts_per_token))
+
+
+def _parameters(config: Config, experts: int) -> int:
+    """With so many experts in each layer; a dense model's SwiGLU is as large as one."""
     model, size = config.model, head_dim(config)
     attention = 2 * model.hidden * size * (model.heads + kv_heads(config))
-    layer = attention + 3 * model.hidden * model.ffn + 2 * model.hidden + 2 * size * model.qk_norm
+    block = 3 * model.hidden * model.ffn * max(1, experts) + model.hidden * model.experts
+    layer = attention + block + 2 * model.hidden + 2 * size * model.qk_norm
     return model.layers * layer + model.hidden + model.vocab * model.hidden * (1 if model.tied else 2)
 
 
@@ -138,6 +150,7 @@ def layout_summary(config: Config) -> str:
             f"{micro} micro-batches of {batch.micro_batch} over {dp} replicas: {share}",
             *_ramp(config),
             f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
+            *_experts(config),
             f"run     {config.run.steps} steps = {format_count(total)} tokens",
         )
     )
@@ -149,6 +162,18 @@ def _pipeline(config: Config) -> Iterator[str]:
     if stages > 1:
         counts = [len(layers) for layers in partition_layers(config.model.layers, stages, parallel.layer_counts)]
         yield f"stages  {parallel.schedule}, {stages} on {parallel.pp} ranks; layers of each: {' '.join(map(str, counts))}"
+
+
+def _experts(config: Config) -> Iterator[str]:
+    """Who has which experts, and how much of the model computes a token."""
+    model, ep = config.model, config.parallel.ep
+    if model.experts:
+        active = active_parameters(config)
+        each = "one rank" if ep == 1 else f"{ep} ranks of dp x cp, {model.experts // ep} each"
+        yield (
+            f"experts {model.experts} in each layer on {each}, {model.experts_per_token} for a token: "
+            f"{format_count(active)} active parameters ({active:,})"
+        )
 
 
 def _ramp(config: Config) -> Iterator[str]:

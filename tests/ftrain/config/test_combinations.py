@@ -107,6 +107,31 @@ CASES = [
         id="inner groups",
     ),
     pytest.param(["parallel.fsdp_inner=2"], "parallel.fsdp_inner", "no effect", id="inner groups of zero1"),
+    pytest.param(["parallel.ep=2", "parallel.ranks=2"], "parallel.ep", "no experts to share out; nearest: 1", id="ep alone"),
+    pytest.param(
+        ["model.experts=4", "model.experts_per_token=5"], "model.experts_per_token", "nearest: 4", id="too many chosen"
+    ),
+    pytest.param(
+        ["model.experts=4", "parallel.ep=3", "parallel.ranks=6"], "parallel.ep", "nearest: 2", id="experts over ranks"
+    ),
+    pytest.param(
+        ["model.experts=8", "parallel.ep=4", "parallel.ranks=6"],
+        "parallel.ep",
+        "given 4, with dp x cp = 6 x 1; allowed: a divisor of dp x cp: experts are shared out among replicas; nearest: 2",
+        id="ranks over experts",
+    ),
+    pytest.param(
+        ["model.experts=4", "parallel.ep=2", "parallel.ranks=8"],
+        "batch.global_batch",
+        "replicas that share experts take equal shares; nearest: 8 or 16",
+        id="shares of replicas with experts",
+    ),
+    pytest.param(
+        ["model.experts=4", "parallel.ranks=2", "parallel.sharding=fsdp"],
+        "parallel.sharding",
+        "nearest: zero1",
+        id="fsdp of experts",
+    ),
     pytest.param(["batch.micro_batch=5"], "batch.micro_batch", "nearest: 4 or 6", id="micro"),
     pytest.param(["parallel.ranks=13"], "batch.global_batch", "nearest: 13", id="fewer micro-batches than replicas"),
     pytest.param(["schedule.warmup_steps=11"], "schedule.warmup_steps", "nearest: 10", id="warm-up"),

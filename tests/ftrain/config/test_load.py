@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, canonical
-from ftrain.load import ConfigProblems, changes, fingerprint, layout_summary, load, num_parameters, parse, resolve, to_toml
+from ftrain.load import (
+    ConfigProblems,
+    active_parameters,
+    changes,
+    fingerprint,
+    layout_summary,
+    load,
+    num_parameters,
+    parse,
+    resolve,
+    to_toml,
+)
 
 MINIMAL = """
 [run]
@@ -111,7 +122,7 @@ def test_all_problems_come_at_once() -> None:
         "schedule.kind": 'schedule.kind: given "cosin" (text); allowed: one of "constant", "cosine", "wsd"; '
         "did you mean `cosine`?",
         "schedule.warmup_steps": "schedule.warmup_steps: given {y = 3} (table); allowed: whole number >= 0",
-        "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, order, sp, sp_regather, tp_overlap, "
+        "parallel.tpp": "parallel.tpp: unknown key; allowed: ranks, tp, cp, pp, ep, order, sp, sp_regather, tp_overlap, "
         "cp_exchange, sharding, fsdp_inner, bucket_mib, schedule, virtual_stages, layer_counts, recompute, overlap_reduce, "
         "overlap_gather; did you mean `tp`?",
         "checkpoint.retention.0.keep": 'checkpoint.retention.0.keep: given "lst" (text); '
@@ -252,15 +263,21 @@ def test_every_field_has_a_class_and_a_meaning() -> None:
     size=st.sampled_from([2, 4]),
     ffn=st.integers(1, 9),
     tied=st.booleans(),
+    experts=st.integers(0, 3),
 )
-def test_parameters_are_counted_as_the_shapes_say(layers: int, heads: int, size: int, ffn: int, tied: bool) -> None:
-    sets = [f"model.layers={layers}", f"model.heads={heads}", f"model.ffn={ffn}", f"model.tied={str(tied).lower()}"]
+def test_parameters_are_counted_as_the_shapes_say(
+    layers: int, heads: int, size: int, ffn: int, tied: bool, experts: int
+) -> None:
+    sets = ["model.experts_per_token=1", f"model.experts={experts}"]
+    sets += [f"model.layers={layers}", f"model.heads={heads}", f"model.ffn={ffn}", f"model.tied={str(tied).lower()}"]
     config = parse(MINIMAL, [*sets, f"model.hidden={heads * size}"])
     hidden = heads * size
     shapes = [(257, hidden), *([] if tied else [(257, hidden)]), (hidden,)]
-    layer = [(hidden, hidden)] * 4 + [(hidden, ffn)] * 3 + [(hidden,)] * 2
+    swiglu = [(hidden, ffn)] * 3
+    layer = [(hidden, hidden)] * 4 + swiglu * max(1, experts) + [(hidden,)] * 2 + [(experts, hidden)] * bool(experts)
     total = sum(a[0] * (a[1] if len(a) > 1 else 1) for a in shapes + layer * layers)
     assert num_parameters(config) == total
+    assert active_parameters(config) == total - layers * max(0, experts - 1) * 3 * hidden * ffn
 
 
 def test_layout_summary_says_unequal_shares() -> None:
