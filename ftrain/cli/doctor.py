@@ -6,6 +6,7 @@ ftrain doctor configs/demo.toml
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -17,21 +18,28 @@ from recovery.codes import ExitCode
 @click.command()
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
+@click.option(
+    "--measure", default="", metavar="FILE", help="Instead: gauge this machine, and write a hardware profile to FILE."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def doctor(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def doctor(config_path: str, overrides: tuple[str, ...], measure: str, as_json: bool) -> None:
     """Check this machine for the run that CONFIG describes: disk, memory, data, network, storage, clocks, devices, time limits.
 
     Each check runs in a process of its own that is killed if it does not answer. Leaves with 3 if the data do not fit the
     config, with 5 if storage is at fault, with 11 if the machine is.
 
     \b
-    Example:
+    Examples:
       ftrain doctor configs/demo.toml
+      ftrain doctor my.toml --measure here.toml && ftrain plan time my.toml --hardware here.toml
     """
     from ftrain.compose.checks import DATA, results
     from ftrain.compose.launch import with_absolute_url
     from ftrain.load import load
 
+    if measure:
+        write_profile(config_path, overrides, measure, as_json=as_json)
+        return
     with told():
         found = results(with_absolute_url(load(config_path, overrides)), everything=True)
     if as_json:
@@ -49,3 +57,25 @@ def doctor(config_path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     bad = {result.name for result in found if result.bad}
     if bad:
         sys.exit(ExitCode.STORAGE if bad <= {"storage", "clock"} else ExitCode.RETRY_ELSEWHERE)
+
+
+def write_profile(config_path: str, overrides: tuple[str, ...], path: str, *, as_json: bool) -> None:
+    """Measure, write, and say how to use it."""
+    from ftrain.compose.gauge import as_toml, gauge
+    from ftrain.load import load
+
+    if not path.endswith(".toml"):
+        render.fail(f"--measure {path}: a profile is a .toml file", ExitCode.USAGE)
+    with told():
+        profile = gauge(load(config_path, overrides))
+    try:
+        Path(path).write_text(as_toml(profile), encoding="utf-8")
+    except OSError as error:
+        render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    if as_json:
+        render.json(profile)
+        return
+    gpu, server = profile.gpu, profile.server
+    render.data(f"a rank: {profile.peak_text}, {100 * profile.assumed.kernel_share:.0f} % of it at the model's own sizes")
+    render.data(f"memory: {gpu.memory_gb:g} GB a rank, {gpu.memory_gb_s:g} GB/s; loopback {server.link_gb_s_per_lane:g} GB/s")
+    render.note(f'wrote {path}; use it: --hardware {path}, or hardware = "{path}" in [machine], which also gives an MFU')

@@ -42,6 +42,7 @@ class Asked:
     config: str
     overrides: tuple[str, ...]
     hardware: str
+    peak: float
     options: dict[str, Any]
     as_json: bool
     explain: bool
@@ -53,6 +54,7 @@ _COMMON: tuple[Callable[[F], F], ...] = (
     click.option(
         "--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file; else machine.hardware."
     ),
+    click.option("--peak", type=float, default=0, metavar="TFLOPS", help="Dense peak of a rank, where the profile names none."),
     click.option("--params", type=float, default=0, metavar="N", help="A round parameter count for the ideal rows."),
     click.option("--schedule", default="", help="gpipe, 1f1b, interleaved, zb-h1, zb-v; else the config's."),
     click.option("--chunks", type=int, default=0, help="Virtual stages of a rank (interleaved); else the config's."),
@@ -77,6 +79,7 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
             config=given.pop("config"),
             overrides=given.pop("overrides"),
             hardware=given.pop("hardware"),
+            peak=given.pop("peak"),
             options=options,
             as_json=given.pop("as_json"),
             explain=given.pop("explain"),
@@ -102,7 +105,10 @@ def resolve(asked: Asked) -> Setup:
     name = asked.hardware or profile.of(config)
     if not asked.hardware and not config.machine.hardware:
         render.note(f"--hardware not given: {name} assumed")
-    return Setup(config=config, profile=profile.load(name), options=options_of(config, **asked.options))
+    hardware = profile.load(name)
+    if asked.peak:
+        hardware = hardware.with_peak(asked.peak, config.machine.compute_dtype)
+    return Setup(config=config, profile=hardware, options=options_of(config, **asked.options))
 
 
 def show(asked: Asked, answer: Answer) -> None:

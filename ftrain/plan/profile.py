@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from ftrain.config import Config
 
@@ -30,6 +30,7 @@ class Gpu(_Part, frozen=True, kw_only=True):
     memory_gb_s: Annotated[float, Meta(gt=0, description="bandwidth of its memory")]
     dense_bf16_tflops: Annotated[float, Meta(ge=0, description="peak without sparsity; 0: unknown, so no MFU")]
     sparse_bf16_tflops: Annotated[float, Meta(ge=0, description="peak with 2:4 sparsity, only to warn of it")] = 0.0
+    peak_dtype: Annotated[str, Meta(description="what the peak is of, where it is not bfloat16: float32 on a CPU")] = "bfloat16"
     power_w: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -105,8 +106,29 @@ class Profile(_Part, frozen=True, kw_only=True):
 
     @property
     def peak_flops(self) -> float:
-        """Dense bf16 peak, FLOP/s; 0 if unknown."""
+        """Dense peak of `gpu.peak_dtype`, FLOP/s; 0 if unknown."""
         return self.gpu.dense_bf16_tflops * 1e12
+
+    @property
+    def peak_text(self) -> str:
+        """The peak as people write it."""
+        return f"{self.gpu.dense_bf16_tflops:g} TFLOP/s dense {self.gpu.peak_dtype.replace('bfloat', 'bf')}"
+
+    @property
+    def no_peak(self) -> str:
+        """Why no time is predicted, and the three ways out."""
+        return (
+            f"{self.name}: peak unknown, so no MFU and no predicted step: a time is not guessed. Give the peak of a rank"
+            " (--peak TFLOPS), or name the hardware (machine.hardware or --hardware), or measure this machine:"
+            " `ftrain doctor CONFIG --measure here.toml`, then --hardware here.toml"
+        )
+
+    def with_peak(self, tflops: float, compute_dtype: str) -> Profile:
+        """The same hardware with a peak that somebody gives, of the dtype in which the run computes."""
+        own = {"auto": "float32" if self.device == "cpu" else "bfloat16"}.get(compute_dtype, compute_dtype)
+        gpu = structs.replace(self.gpu, dense_bf16_tflops=tflops, peak_dtype=own)
+        sources = self.sources | {"gpu": f"peak of {tflops:g} TFLOP/s in {own}: --peak; the rest: {self.sources['gpu']}"}
+        return structs.replace(self, gpu=gpu, sources=sources)
 
     def tier_gb_s(self, tier: Tier) -> float:
         """What is left of a card's bandwidth across a tier when all of its GPUs send at once."""

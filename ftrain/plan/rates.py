@@ -105,9 +105,9 @@ def _peak(name: str, dtype: str, device: str) -> tuple[float | None, str]:
         return None, f"machine.hardware is {loaded.name}, the ranks compute on {device}"
     if not loaded.gpu.dense_bf16_tflops:
         return None, f"the profile {loaded.name} names no peak"
-    if dtype != "bfloat16":
-        return None, f"the run computes in {dtype}, the profile {loaded.name} names a peak of bfloat16 only"
-    return loaded.gpu.dense_bf16_tflops, f"{loaded.gpu.dense_bf16_tflops:g} TFLOP/s dense bfloat16 ({loaded.name})"
+    if dtype != loaded.gpu.peak_dtype:
+        return None, f"the run computes in {dtype}, the profile {loaded.name} names a peak of {loaded.gpu.peak_dtype} only"
+    return loaded.gpu.dense_bf16_tflops, f"{loaded.gpu.dense_bf16_tflops:g} TFLOP/s dense {dtype} ({loaded.name})"
 
 
 def rate_record(rate: Rate | None) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from ftrain.combinations import head_dim, kv_heads, num_chunks
 from ftrain.config import Config, Sharding
-from ftrain.load import num_parameters
+from ftrain.load import active_parameters, num_parameters
 from ftrain.parallel.partition import partition_layers
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, Placement, rank_of, require_groups
 from ftrain.parallel.shape import MeshShape, mesh_shape
@@ -95,6 +95,24 @@ class Setup:
         return self.options.params or num_parameters(self.config)
 
     @cached_property
+    def active_params(self) -> int:
+        """Parameters that compute a token; of a round number the same share as of the config's."""
+        own, active = num_parameters(self.config), active_parameters(self.config)
+        return self.num_params * active // own
+
+    @cached_property
+    def expert_params(self) -> Fraction:
+        """Parameters of all experts; of a round number the same share as of the config's."""
+        model = self.config.model
+        experts = 3 * model.layers * model.experts * model.hidden * model.ffn
+        return Fraction(self.num_params * experts, num_parameters(self.config))
+
+    @property
+    def ep(self) -> int:
+        """Ranks of DP x CP among which a layer's experts are shared out."""
+        return self.config.parallel.ep
+
+    @cached_property
     def queries(self) -> int:
         """Width of all query heads."""
         return self.config.model.heads * head_dim(self.config)
@@ -123,7 +141,8 @@ class Setup:
     @property
     def width(self) -> int:
         """Bytes of an activation: the config's dtype; `auto` is bf16 where the hardware has a bf16 peak, else fp32."""
-        widths = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if self.profile.peak_flops else 4}
+        bf16 = self.profile.peak_flops and self.profile.gpu.peak_dtype == "bfloat16"
+        widths = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if bf16 else 4}
         return widths[self.config.machine.compute_dtype]
 
     @property

@@ -57,7 +57,7 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
     instead of reading the closed formula."""
     profile, mesh = setup.profile, setup.mesh
     if not profile.peak_flops:
-        raise ValueError(f"the profile {profile.name} names no peak: no time is predicted rather than guessed")
+        raise ValueError(profile.no_peak)
     rate = profile.peak_flops * profile.assumed.kernel_share
     compute = float(cost.slowest(setup)) * setup.microbatches / rate
     recompute = compute * _recomputed(setup)
@@ -141,7 +141,7 @@ def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
         title=f"Time of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
         refusals=_double_counting(setup, work.replicas),
-        warnings=() if setup.profile.peak_flops else (f"{setup.profile.name}: peak unknown, so no MFU and no predicted step",),
+        warnings=() if setup.profile.peak_flops else (setup.profile.no_peak,),
     )
 
 
@@ -251,7 +251,7 @@ def _days(setup: Setup, operations: float, achieved: float, effective: float) ->
     ]  # fmt: skip
     if peak:
         figures.append(
-            percent("mfu_achieved", f"MFU of that rate, of {peak / 1e12:g} TFLOP/s dense bf16", value=achieved / peak,
+            percent("mfu_achieved", f"MFU of that rate, of {setup.profile.peak_text}", value=achieved / peak,
                     why=why("rate / dense peak", setup.profile.sources["gpu"], rate=achieved, peak=peak))
         )  # fmt: skip
     return Section(title=f"At {achieved / 1e12:g} TFLOP/s a GPU", figures=tuple(figures), tables=_published(setup))
@@ -283,7 +283,7 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
     rows = tuple((name, seconds(getattr(part, name)), _of(part, name)) for name in PARTS)
     rate = setup.tokens_per_update / part.total
     assumed = f"kernels at {profile.assumed.kernel_share:g} of the peak, links at {profile.assumed.link_share:g}"
-    peak_name = f"{profile.gpu.dense_bf16_tflops:g} TFLOP/s dense bf16"
+    peak_name = profile.peak_text
     return Section(
         title=f"Predicted step ({assumed}: assumptions, see the profile)",
         figures=(
@@ -294,15 +294,22 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
                     why=why("model FLOPs / (step x GPUs x dense peak)", profile.sources["gpu"], peak=profile.peak_flops)),
             percent("mfu_full", "the same with attention counted in full", value=utilisation(setup, part.total, causal=False),
                     why=why("12 L q s convention", "PaLM, arXiv 2204.02311")),
-            number("tflops", "achieved by a GPU", value=cost.step_flops(setup) / part.total / setup.mesh.world / 1e12,
-                   unit="TFLOP/s", digits=0, why=why("model FLOPs / (step x GPUs)", "Megatron-LM's definition")),
+            number("tflops", "achieved by a GPU", value=(each := cost.step_flops(setup) / part.total / setup.mesh.world / 1e12),
+                   unit="TFLOP/s", digits=0 if each >= 10 else 4,
+                   why=why("model FLOPs / (step x GPUs)", "Megatron-LM's definition")),
             number("predicted_days", f"the run at {effective:.1%} effective time" if effective < 1 else "without failures",
-                   value=days, unit="days", digits=1, why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
+                   value=days, unit="days", digits=_digits(days),
+                   why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
             *_with_failures(setup, days * effective),
         ),
         tables=(Table(key="step_parts", title="Where the step goes", columns=("part", "time", "share"), rows=rows,
                       formulas=_part_formulas(setup), source="ftrain.plan.time"),),
     )  # fmt: skip
+
+
+def _digits(days: float) -> int:
+    """Digits after the point: a laptop's minutes are not 0.0 days."""
+    return 1 if days >= 1 else 4
 
 
 def _updates(setup: Setup, tokens: float) -> Iterator[tuple[Setup, float]]:
@@ -324,7 +331,7 @@ def _with_failures(setup: Setup, days: float) -> tuple[Figure, ...]:
     return (
         percent("effective", "effective time with failures, by formula", value=share,
                 why=why("estimator at Young's interval", source, restart_s=costs.restart_s)),
-        number("days_with_failures", "the run with failures", value=days / share, unit="days", digits=1,
+        number("days_with_failures", "the run with failures", value=days / share, unit="days", digits=_digits(days),
                why=why("days / effective", source)),
     )  # fmt: skip
 
