@@ -17,11 +17,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from math import prod
 
 import torch
 
 from ftrain.config import Model
-from ftrain.parallel.layout import ParameterSpec
+from ftrain.parallel.layout import ParameterSpec, row_dim
 from storage.box import Box
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -46,14 +47,15 @@ def fill(out: torch.Tensor, box: Box, *, spec: ParameterSpec, model: Model, seed
     if std is None:
         out.fill_(1.0)
         return
-    key, scale = _key(seed, spec.name), std / _STD
-    rows = out.view(box.shape[0], -1)
-    columns = _column_indices(box, spec.shape, out.device)
-    row_length = spec.size // spec.shape[0]
-    for start, stop in _row_blocks(rows, BLOCK if out.device.type == "cpu" else 1 << 24):
-        first = box.offset[0] + start
-        numbers = torch.arange(first, first + stop - start, device=out.device).mul_(row_length).unsqueeze(1) + columns
-        rows[start:stop].copy_(_bell(numbers, key).double().mul_(scale).float())
+    key, scale, dim = _key(seed, spec.name), std / _STD, row_dim(spec.shape)
+    columns = _column_indices(box, spec.shape, dim, out.device)
+    row_length = prod(spec.shape[dim + 1 :])
+    for number, rows in enumerate(out.view(-1, box.shape[dim], len(columns)).unbind()):  # the matrices of a stack, or the one
+        above = (box.offset[0] + number) * spec.shape[dim] if dim else 0
+        for start, stop in _row_blocks(rows, BLOCK if out.device.type == "cpu" else 1 << 24):
+            first = above + box.offset[dim] + start
+            numbers = torch.arange(first, first + stop - start, device=out.device).mul_(row_length).unsqueeze(1) + columns
+            rows[start:stop].copy_(_bell(numbers, key).double().mul_(scale).float())
 
 
 def _row_blocks(rows: torch.Tensor, block: int) -> Iterator[tuple[int, int]]:
@@ -62,10 +64,10 @@ def _row_blocks(rows: torch.Tensor, block: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows.shape[0])
 
 
-def _column_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Flat index within a row of the logical array, for each element of a row of the box."""
+def _column_indices(box: Box, shape: tuple[int, ...], dim: int, device: torch.device) -> torch.Tensor:
+    """Flat index within a row of the logical array (along `dim`), for each element of a row of the box."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
-    for offset, extent, size in zip(box.offset[1:], box.shape[1:], shape[1:], strict=True):
+    for offset, extent, size in zip(box.offset[dim + 1 :], box.shape[dim + 1 :], shape[dim + 1 :], strict=True):
         index = (index.unsqueeze(-1) * size + torch.arange(offset, offset + extent, device=device)).reshape(-1)
     return index
 

@@ -12,7 +12,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from ftrain.parallel.buckets import row_units
-from ftrain.parallel.layout import Kind, ParameterSpec
+from ftrain.parallel.layout import Kind, ParameterSpec, row_dim
 from ftrain.parallel.shape import MeshShape
 from ftrain.parallel.shards import Shards
 from storage.box import Box
@@ -109,13 +109,18 @@ def _array_spec(spec: ParameterSpec, slot: str, mesh: MeshShape, row_tile: int |
 
 
 def _tile(spec: ParameterSpec, mesh: MeshShape, row_tile: int | None, itemsize: int) -> tuple[int, ...]:
-    """The grid of storage, made finer where this layout cuts it (which only TP sizes that it does not foresee do)."""
+    """The grid of storage, made finer where this layout cuts it (which only TP sizes that it does not foresee do).
+
+    Stacked matrices have the grid of one, and none shares a tile with the next: expert parallelism may cut between any two.
+    """
+    stacked = row_dim(spec.shape)
+    shape = spec.shape[stacked:]
     if spec.tp.kind is not Kind.CUT:
-        return tile_shape(spec.shape, itemsize, tp_dim=None, row_tile=row_tile)
-    dim, extent = spec.tp.dim, spec.shape[spec.tp.dim]
+        return (1,) * stacked + tile_shape(shape, itemsize, tp_dim=None, row_tile=row_tile)
+    dim = spec.tp.dim - stacked
     if spec.tp.is_tile:
         row_tile = gcd(spec.tp.unit, row_tile or 0)
-    tile = list(tile_shape(spec.shape, itemsize, tp_dim=None if spec.tp.is_tile else dim, row_tile=row_tile))
-    starts = (spec.tp.interval(extent, mesh.tp, index)[0] for index in range(mesh.tp))
-    tile[dim] = gcd(tile[dim], *(start for start in starts if start < extent))
-    return tuple(tile)
+    tile = list(tile_shape(shape, itemsize, tp_dim=None if spec.tp.is_tile else dim, row_tile=row_tile))
+    starts = (spec.tp.interval(shape[dim], mesh.tp, index)[0] for index in range(mesh.tp))
+    tile[dim] = gcd(tile[dim], *(start for start in starts if start < shape[dim]))
+    return (1,) * stacked + tuple(tile)

@@ -13,6 +13,8 @@ multiples of `row_unit` rows. A replica's share is then a list of whole row bloc
   tiles are not tiny.
 - A bucket holds whole blocks (a layer, the embedding, the head) and never spans virtual stages. A tied embedding whose ends
   lie on two ranks gets its own bucket, so that both ends cut it alike.
+- Experts that are shared out get buckets of their own: only the replicas that have the same experts sum and share them. In the
+  buffer the matrices of a rank's experts lie one behind the other, as if they were one, and are cut at rows as one would be.
 
 Pure: the same plan is computed by every rank, by the planner and by the tests.
 """
@@ -20,10 +22,10 @@ Pure: the same plan is computed by every rank, by the planner and by the tests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from ftrain.parallel.layout import Kind, ParameterSpec, is_owner, local_box
+from ftrain.parallel.layout import Kind, ParameterSpec, is_owner, local_box, row_dim
 from ftrain.parallel.shape import Coordinate, MeshShape
 from storage.box import Box
 from storage.grid import is_small, tile_shape
@@ -68,6 +70,7 @@ class Bucket:
     region: int
     num_regions: int
     row_unit: int
+    sharers: int = 1  # experts: neighbours that have others; a region is cut and shared among those that have the same
 
     @property
     def numel(self) -> int:
@@ -83,24 +86,27 @@ class Bucket:
         """What the region at `index` holds, in the order of the buffer."""
         first, last = index * self.region, (index + 1) * self.region
         return tuple(
-            _part(slot, max(slot.start, first), min(slot.stop, last), first)
+            part
             for slot in self.slots
             if slot.start < last and slot.stop > first
+            for part in _parts(slot, max(slot.start, first), min(slot.stop, last), first)
         )
+
+    def region_of(self, shard: int) -> int:
+        """The number of the region that a place owns, by its index within its CP x DP group."""
+        return shard // self.sharers
 
 
 def may_be_cut(spec: ParameterSpec) -> bool:
     """Whether ZeRO-1 may cut this array; a property of the logical array, whatever the layout."""
-    return len(spec.shape) == 2 and not is_small(spec.shape)
+    return len(spec.shape) >= 2 and not is_small(spec.shape)
 
 
 def plan_buckets(
     specs: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate, *, bucket_bytes: float
 ) -> tuple[Bucket, ...]:
     """The buckets of one place in the mesh. `bucket_bytes` is the bf16 size after which a bucket is closed."""
-    return tuple(
-        _plan_bucket(group, mesh, coordinate) for group in _groups(specs, mesh, coordinate, bucket_bytes=bucket_bytes) if group
-    )
+    return tuple(_plan_bucket(group, mesh, coordinate) for group in _groups(specs, mesh, coordinate, bucket_bytes=bucket_bytes))
 
 
 def row_units(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: float) -> dict[str, int]:
@@ -120,26 +126,62 @@ def state_boxes(buckets: Sequence[Bucket], mesh: MeshShape, coordinate: Coordina
     Over all places of the mesh they tile every array exactly once.
     """
     shard = mesh.shard(coordinate)
-    return [(part.spec.name, part.box) for bucket in buckets for part in bucket.parts(shard) if is_owner(part.spec, coordinate)]
+    return [
+        (part.spec.name, part.box)
+        for bucket in buckets
+        for part in bucket.parts(bucket.region_of(shard))
+        if is_owner(part.spec, coordinate)
+    ]
 
 
-def _part(slot: Slot, start: int, stop: int, region_start: int) -> Part:
-    columns = prod(slot.box.shape[1:])
+def _parts(slot: Slot, start: int, stop: int, region_start: int) -> Iterator[Part]:
+    """The rows of a slot between two places of the buffer; those of a stack of matrices in up to three boxes."""
+    columns = _columns(slot.box.shape)
     first, last = (start - slot.start) // columns, (stop - slot.start) // columns
-    offset = (slot.box.offset[0] + first, *slot.box.offset[1:])
-    box = Box(offset, (last - first, *slot.box.shape[1:]))
-    assert box.size == stop - start, "a region cuts a row"
-    return Part(slot.spec, box, start - region_start, stop - region_start)
+    assert (last - first) * columns == stop - start, "a region cuts a row"
+    for box in _row_boxes(slot.box, first, last):
+        yield Part(slot.spec, box, start - region_start, start - region_start + box.size)
+        start += box.size
+
+
+def _columns(shape: tuple[int, ...]) -> int:
+    """Elements of a row."""
+    return prod(shape[row_dim(shape) + 1 :])
+
+
+def _row_boxes(box: Box, first: int, last: int) -> Iterator[Box]:
+    """Rows [first, last) of a box; if it is a stack, counted through its matrices."""
+    dim = row_dim(box.shape)
+    if dim == 0:
+        yield Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
+        return
+    rows = box.shape[dim]
+    while first < last:
+        matrix, row = divmod(first, rows)
+        whole = (last - first) // rows if row == 0 else 0  # matrices
+        count = whole * rows or min(last - first, rows - row)
+        offset = (box.offset[0] + matrix, box.offset[1] + row, *box.offset[2:])
+        yield Box(offset, (max(1, whole), rows if whole else count, *box.shape[2:]))
+        first += count
 
 
 def _groups(
     specs: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate, *, bucket_bytes: float
 ) -> list[list[ParameterSpec]]:
-    """Whole blocks, in order, collected until a bucket is full. The same on every TP index (sizes are those of index 0)."""
-    largest = Coordinate(pp=coordinate.pp)
+    """Whole blocks, in order, collected until a bucket is full; experts that are shared out apart, behind the others.
+
+    The same on every TP index (sizes are those of index 0).
+    """
+    here = [spec for spec in specs if coordinate.pp in spec.stages]
+    by_sharers = ([spec for spec in here if spec.sharers(mesh.ep) == n] for n in sorted({1, mesh.ep}))
+    return [group for alike in by_sharers for group in _collected(alike, mesh, coordinate.pp, bucket_bytes) if group]
+
+
+def _collected(specs: Sequence[ParameterSpec], mesh: MeshShape, stage: int, bucket_bytes: float) -> list[list[ParameterSpec]]:
+    largest = Coordinate(pp=stage)
     groups: list[list[ParameterSpec]] = [[]]
     sizes = [0.0]
-    for block in _blocks([spec for spec in specs if coordinate.pp in spec.stages]):
+    for block in _blocks(specs):
         size = sum(2.0 * box.size for spec in block if (box := local_box(spec, mesh, largest)))
         alone = len(block[0].stages) > 1
         if groups[-1] and (alone or sizes[-1] >= bucket_bytes or groups[-1][-1].chunk != block[0].chunk):
@@ -176,7 +218,8 @@ def _blocks(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
 
 def _plan_bucket(group: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate) -> Bucket:
     held = [(spec, box) for spec in group if (box := local_box(spec, mesh, coordinate))]
-    return _place(held, mesh.shards, _row_unit(group, mesh, coordinate.pp))
+    sharers = group[0].sharers(mesh.ep)
+    return replace(_place(held, mesh.shards // sharers, _row_unit(group, mesh, coordinate.pp)), sharers=sharers)
 
 
 def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> int:
@@ -186,7 +229,8 @@ def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> in
         held = [(spec, box) for spec in group if (box := local_box(spec, mesh, Coordinate(tp=index, pp=stage)))]
         distinct.setdefault(tuple(box.shape for _, box in held), held)
     legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in group if may_be_cut(spec))]
-    costs = {unit: max(_padding(held, mesh.shards, unit) for held in distinct.values()) for unit in legal}
+    num_regions = mesh.shards // group[0].sharers(mesh.ep)
+    costs = {unit: max(_padding(held, num_regions, unit) for held in distinct.values()) for unit in legal}
     large = [unit for unit in legal if all(_tile_is_large(spec, unit) for spec in group if may_be_cut(spec))]
     costs = {unit: cost for unit, cost in costs.items() if unit in large} or costs
     cheap = [unit for unit, cost in costs.items() if cost <= (MAX_PADDING if unit <= WANTED_ROWS else CHEAP_PADDING)]
@@ -194,19 +238,23 @@ def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> in
 
 
 def _unit_is_legal(spec: ParameterSpec, mesh: MeshShape, unit: int) -> bool:
-    """A row block must not be too large for a tile, and TP must not cut through one."""
-    if unit > 1 and unit * prod(spec.shape[1:]) > MAX_TILE:
+    """A row block must not be too large for a tile, and neither TP nor the end of a stacked matrix may cut through one."""
+    dim = row_dim(spec.shape)
+    if unit > 1 and unit * _columns(spec.shape) > MAX_TILE:
         return False
-    if spec.tp.kind is not Kind.CUT or spec.tp.dim != 0:
+    if dim and spec.shape[dim] % unit:
+        return False
+    if spec.tp.kind is not Kind.CUT or spec.tp.dim != dim:
         return True
-    starts = (spec.tp.interval(spec.shape[0], mesh.tp, index) for index in range(mesh.tp))
+    starts = (spec.tp.interval(spec.shape[dim], mesh.tp, index) for index in range(mesh.tp))
     return all(start % unit == 0 or start == stop for start, stop in starts)
 
 
 def _tile_is_large(spec: ParameterSpec, unit: int) -> bool:
     """Whether a row block fills tiles large enough that checksums stay far below the format's 1 %."""
-    tp_dim = spec.tp.dim if spec.tp.kind is Kind.CUT else None
-    return 4 * prod(tile_shape(spec.shape, 4, tp_dim=tp_dim, row_tile=unit)) >= MIN_TILE_BYTES
+    dim = row_dim(spec.shape)
+    tp_dim = spec.tp.dim - dim if spec.tp.kind is Kind.CUT else None
+    return 4 * prod(tile_shape(spec.shape[dim:], 4, tp_dim=tp_dim, row_tile=unit)) >= MIN_TILE_BYTES
 
 
 def _padding(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> float:
@@ -218,7 +266,7 @@ def _place(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit
     """The smallest equal regions that take everything: try, and grow by the alignment until it fits."""
     large = [(spec, box) for spec, box in held if may_be_cut(spec)]
     small = sorted(((spec, box) for spec, box in held if not may_be_cut(spec)), key=lambda pair: -pair[1].size)
-    cuts = [row_unit * prod(box.shape[1:]) for _, box in large] if num_regions > 1 else []
+    cuts = [row_unit * _columns(box.shape) for _, box in large] if num_regions > 1 else []
     align = lcm(ALIGN, *cuts)
     total = sum(box.size for _, box in held)
     region = _up(max(-(-total // num_regions), small[0][1].size if small else 1), align)
@@ -241,7 +289,7 @@ def _try_place(
     for spec, box in large:
         start = _up(position, ALIGN)
         if start // region != (start + box.size - 1) // region:  # it crosses a cut
-            start = _up(position, row_unit * prod(box.shape[1:]))
+            start = _up(position, row_unit * _columns(box.shape))
         gaps.append((position, start))
         slots.append(Slot(spec, box, start))
         position = start + box.size

@@ -9,16 +9,22 @@ which bucket it travels. A rule that is written down once cannot disagree with i
     PARTIAL      every rank of the axis holds the same values; their gradients are summands of the true one
     ABSENT       one index of the axis (a pipeline stage) holds it, the others do not
 
-                            tp                  cp        pp        dp
-    embedding, head         CUT(0)              PARTIAL   ABSENT    PARTIAL
-    wq; wk, wv              CUT(0)              PARTIAL   ABSENT    PARTIAL
-    wo, w2                  CUT(1)              PARTIAL   ABSENT    PARTIAL
-    w1, w3                  CUT(0)              PARTIAL   ABSENT    PARTIAL
-    norms                   PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL
-    q_norm, k_norm          PARTIAL (heads)     PARTIAL   ABSENT    PARTIAL
+                            tp                  cp        pp        dp        ep
+    embedding, head         CUT(0)              PARTIAL   ABSENT    PARTIAL   PARTIAL
+    wq; wk, wv              CUT(0)              PARTIAL   ABSENT    PARTIAL   PARTIAL
+    wo, w2                  CUT(1)              PARTIAL   ABSENT    PARTIAL   PARTIAL
+    w1, w3                  CUT(0)              PARTIAL   ABSENT    PARTIAL   PARTIAL
+    norms                   PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL   PARTIAL
+    q_norm, k_norm          PARTIAL (heads)     PARTIAL   ABSENT    PARTIAL   PARTIAL
+    router                  PARTIAL (sequence)  PARTIAL   ABSENT    PARTIAL   PARTIAL
+    w1, w3 of experts       CUT(1)              PARTIAL   ABSENT    PARTIAL   CUT(0)
+    w2 of experts           CUT(2)              PARTIAL   ABSENT    PARTIAL   CUT(0)
 
-Without sequence parallelism every tp rank normalises all positions: the norms of the residual stream are then REPLICATED over
-tp, while those of queries and keys still see only the rank's heads.
+`ep` is a view on cp x dp: runs of ep neighbours among them. What it cuts is partial only over the ranks that have the same
+part, cp x dp / ep of them. The experts' matrices of a layer are one array, [experts, rows, columns].
+
+Without sequence parallelism every tp rank normalises (and routes) all positions: the norms of the residual stream and the
+router are then REPLICATED over tp, while the norms of queries and keys still see only the rank's heads.
 
 If tp > kv_heads, each kv head is held by tp / kv_heads neighbouring ranks (`copies`), whose gradients are partial among
 them. The vocabulary is cut in whole units of rows and may leave the last ranks a short part or none: padding is never an
@@ -88,6 +94,7 @@ class ParameterSpec:
     cp: Placement = PARTIAL
     pp: Placement = ABSENT
     dp: Placement = PARTIAL
+    ep: Placement = PARTIAL
     tied: tuple[str, ...] = field(default=())  # other names under which the model uses the same values
     chunk: int = 0  # which of its rank's virtual stages it belongs to; buckets never span two of them
 
@@ -105,6 +112,10 @@ class ParameterSpec:
     def reduce_axes(self) -> tuple[Axis, ...]:
         """Axes over which this parameter's gradient is a sum of partial ones (copies of a cut not counted)."""
         return tuple(axis for axis in AXES if self.on(axis).kind is Kind.PARTIAL)
+
+    def sharers(self, ep: int) -> int:
+        """Over how many neighbours of cp x dp it is cut; the others, cp x dp / that many, hold the same part."""
+        return ep if self.ep.kind is Kind.CUT else 1
 
     def summands(self, tp: int) -> int:
         """How many neighbours along tp (of size `tp`) hold summands of this parameter's gradient; 1: mine is complete."""
@@ -193,9 +204,24 @@ def _layer(model: Model, mesh: MeshShape, stream: Placement, layer: int, stage: 
         yield _norm(f"{block}.attention.q_norm", dim, PARTIAL, block, stage)
         yield _norm(f"{block}.attention.k_norm", dim, PARTIAL, block, stage)
     yield _norm(f"{block}.mlp_norm", model.hidden, stream, block, stage)
+    if model.experts:
+        yield from _experts(model, stream, block, stage)
+        return
     yield matrix("mlp.w1", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))
     yield matrix("mlp.w2", model.hidden, model.ffn, Placement(Kind.CUT, dim=1))
     yield matrix("mlp.w3", model.ffn, model.hidden, Placement(Kind.CUT, dim=0))
+
+
+def _experts(model: Model, stream: Placement, block: str, stage: int) -> Iterator[ParameterSpec]:
+    def spec(name: str, shape: tuple[int, ...], tp: Placement, ep: Placement) -> ParameterSpec:
+        return ParameterSpec(name=f"{block}.moe.{name}", shape=shape, tp=tp, ep=ep, block=block, stages=(stage,), decay=True)
+
+    experts = Placement(Kind.CUT, dim=0)
+    up, down = (model.experts, model.ffn, model.hidden), (model.experts, model.hidden, model.ffn)
+    yield spec("router", (model.experts, model.hidden), stream, PARTIAL)
+    yield spec("w1", up, Placement(Kind.CUT, dim=1), experts)
+    yield spec("w2", down, Placement(Kind.CUT, dim=2), experts)
+    yield spec("w3", up, Placement(Kind.CUT, dim=1), experts)
 
 
 def local_box(spec: ParameterSpec, mesh: MeshShape, coordinate: Coordinate) -> Box | None:
@@ -203,12 +229,21 @@ def local_box(spec: ParameterSpec, mesh: MeshShape, coordinate: Coordinate) -> B
     if coordinate.pp not in spec.stages:
         return None
     offset, shape = [0] * len(spec.shape), list(spec.shape)
-    if spec.tp.kind is Kind.CUT:
-        start, stop = spec.tp.interval(spec.shape[spec.tp.dim], mesh.tp, coordinate.tp)
-        if start == stop:
-            return None
-        offset[spec.tp.dim], shape[spec.tp.dim] = start, stop - start
+    cuts = [(spec.tp, mesh.tp, coordinate.tp)]
+    if spec.sharers(mesh.ep) > 1:
+        cuts.append((spec.ep, mesh.ep, mesh.shard(coordinate) % mesh.ep))
+    for placement, size, index in cuts:
+        if placement.kind is Kind.CUT:
+            start, stop = placement.interval(spec.shape[placement.dim], size, index)
+            if start == stop:
+                return None
+            offset[placement.dim], shape[placement.dim] = start, stop - start
     return Box(tuple(offset), tuple(shape))
+
+
+def row_dim(shape: tuple[int, ...]) -> int:
+    """Along which dim an array is a list of rows: the first, or that of each matrix of a stack."""
+    return max(0, len(shape) - 2)
 
 
 def is_owner(spec: ParameterSpec, coordinate: Coordinate) -> bool:

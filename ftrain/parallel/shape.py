@@ -35,12 +35,16 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """Sizes of the four mesh axes, and the order in which ranks run through them (innermost first)."""
+    """Sizes of the four mesh axes, and the order in which ranks run through them (innermost first).
+
+    `ep` is no axis: it says how many neighbours of a CP x DP group share out the experts among them.
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
     order: tuple[Axis, ...] = AXES
 
     def __post_init__(self) -> None:
@@ -48,9 +52,12 @@ class MeshShape:
             raise ValueError(f"rank order {self.order}: wanted each of {', '.join(AXES)} exactly once")
         if min(self.size(axis) for axis in AXES) < 1:
             raise ValueError(f"mesh {self}: every axis needs a size of at least 1")
+        if self.ep < 1 or self.shards % self.ep:
+            raise ValueError(f"mesh {self}: experts are shared out over a divisor of cp x dp = {self.shards}")
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}{self.size(axis)}" for axis in self.order)
+        axes = " x ".join(f"{axis}{self.size(axis)}" for axis in self.order)
+        return f"{axes}, ep{self.ep}" if self.ep > 1 else axes
 
     @property
     def world(self) -> int:
@@ -95,7 +102,20 @@ class MeshShape:
 
     def shard(self, coordinate: Coordinate) -> int:
         """Which of the `shards` regions of every bucket this place owns: its index within its CP x DP group."""
-        return self.group(self.rank(coordinate), SHARD_AXES).index(self.rank(coordinate))
+        shard = 0
+        for axis in reversed(self.order):
+            if axis in SHARD_AXES:
+                shard = shard * self.size(axis) + coordinate.on(axis)
+        return shard
+
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, that share out the experts with this one: `ep` neighbours of its CP x DP group."""
+        first = self.shard(self.coordinate(rank)) // self.ep * self.ep
+        return self.group(rank, SHARD_AXES)[first : first + self.ep]
+
+    def expert_replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks, ascending, of its CP x DP group that have the same experts: those it reduces their gradients with."""
+        return self.group(rank, SHARD_AXES)[self.shard(self.coordinate(rank)) % self.ep :: self.ep]
 
     def coordinates(self) -> tuple[Coordinate, ...]:
         """All places, in rank order."""
@@ -112,4 +132,4 @@ def mesh_shape(config: Config) -> MeshShape:
             f"{parallel.tp} x {parallel.cp} x {parallel.pp} = {unit}"
         )
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.ranks // unit}
-    return MeshShape(**sizes, order=parallel.order)
+    return MeshShape(**sizes, ep=parallel.ep, order=parallel.order)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -16,7 +17,8 @@ from ftrain.parallel.shape import MeshShape
 from storage.box import Box
 
 MODEL = Model(layers=2, hidden=40, heads=4, ffn=72, vocab=300, init_std=0.02)
-SPECS = {spec.name: spec for spec in parameters(MODEL, MeshShape())}
+SPARSE = Model(layers=2, hidden=10, heads=1, ffn=18, vocab=300, experts=3)
+SPECS = {spec.name: spec for model in (SPARSE, MODEL) for spec in parameters(model, MeshShape())}
 MASK = 2**64 - 1
 
 
@@ -57,7 +59,7 @@ def test_each_value_is_the_formula_exactly(name):
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_cut_has_the_same_bits(data):
-    name = data.draw(st.sampled_from(["embedding", "layers.0.attention.wk", "layers.1.mlp.w2", "norm"]))
+    name = data.draw(st.sampled_from(["embedding", "layers.0.attention.wk", "layers.1.mlp.w2", "layers.1.moe.w2", "norm"]))
     shape = SPECS[name].shape
     offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     box = Box(offset, tuple(data.draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True)))
@@ -86,3 +88,12 @@ def test_names_and_seeds_differ_and_norms_are_one():
     assert not torch.equal(filled("embedding"), filled("embedding", seed=6))
     assert torch.equal(filled("norm"), torch.ones(40))
     assert torch.equal(filled("embedding", dtype=torch.float64), filled("embedding").double())
+
+
+def test_stacked_matrices_have_the_values_of_one_long_one(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK", 50)
+    spec = SPECS["layers.0.moe.w1"]
+    long = replace(spec, shape=(3 * 18, 10))
+    out = torch.empty(long.shape)
+    init.fill(out, Box.whole(long.shape), spec=long, model=MODEL, seed=5)
+    assert torch.equal(filled(spec.name).view(long.shape), out)

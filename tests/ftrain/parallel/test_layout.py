@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrain.config import Model
+from ftrain.parallel import buckets as bucket_plans
 from ftrain.parallel.arrays import EXACT, StateTypes, array_specs
 from ftrain.parallel.buckets import may_be_cut, plan_buckets, state_boxes
 from ftrain.parallel.layout import Kind, Placement, is_owner, local_box, parameters, vocabulary_unit
-from ftrain.parallel.shape import Coordinate, MeshShape
-from storage.box import tiling_problems
+from ftrain.parallel.shape import AXES, Coordinate, MeshShape
+from storage.box import Box, tiling_problems
 from storage.pack import plan_pack
 
 
@@ -31,9 +32,12 @@ def layouts(draw, *, wide=False):
         ffn=tp * draw(st.integers(1, 9)) * (256 if wide else 16),
         vocab=draw(st.sampled_from([8192, 5003, 1009] if wide else [256, 257, 1009])),
         tied=draw(st.booleans()),
+        experts=draw(st.sampled_from([0, 2, 8])),
     )
     pp = draw(st.integers(1, min(3, model.layers)))
-    mesh = MeshShape(tp=tp, pp=pp, cp=draw(st.integers(1, 2)), dp=draw(st.sampled_from([1, 2, 3, 5, 8])))
+    cp, dp = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 5, 8]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if cp * dp % n == 0 and model.experts % n == 0])) if model.experts else 1
+    mesh = MeshShape(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, order=draw(st.sampled_from([AXES, ("dp", "tp", "cp", "pp")])))
     return model, mesh, draw(st.sampled_from([0.01, 1.0, 64.0])) * 2**20
 
 
@@ -72,11 +76,12 @@ def test_buckets_hold_what_the_place_computes_with(layout):
             spec.name: box for spec in specs if (box := local_box(spec, mesh, place))
         }
         for bucket in buckets:
-            assert bucket.num_regions == mesh.shards
+            assert {slot.spec.sharers(mesh.ep) for slot in bucket.slots} == {bucket.sharers}
+            assert bucket.num_regions * bucket.sharers == mesh.shards
             ends = [0] + [slot.stop for slot in bucket.slots]
             assert all(slot.start >= end for slot, end in zip(bucket.slots, ends, strict=False))
             assert ends[-1] <= bucket.numel
-            parts = [part for shard in range(mesh.shards) for part in bucket.parts(shard)]
+            parts = [part for region in range(bucket.num_regions) for part in bucket.parts(region)]
             for slot in bucket.slots:
                 mine = [part for part in parts if part.spec is slot.spec]
                 assert sum(part.box.size for part in mine) == slot.box.size
@@ -97,14 +102,13 @@ def test_the_grid_of_small_arrays_does_not_depend_on_the_layout(layout):
 
 
 @given(layouts())
-def test_every_element_is_owned_once_per_shard_group(layout):
+def test_every_element_is_owned_once_by_ranks_with_the_same_optimizer_region(layout):
     model, mesh, _ = layout
     for spec in parameters(model, mesh):
         owned = [
             box
-            for tp in range(mesh.tp)
-            for pp in range(mesh.pp)
-            if is_owner(spec, place := Coordinate(tp=tp, pp=pp)) and (box := local_box(spec, mesh, place))
+            for place in mesh.coordinates()
+            if mesh.shard(place) < spec.sharers(mesh.ep) and is_owner(spec, place) and (box := local_box(spec, mesh, place))
         ]
         assert tiling_problems(spec.shape, owned) == []
 
@@ -160,6 +164,12 @@ def test_tied_embedding_is_one_array_with_two_stages():
             4,
             id="405B",
         ),
+        pytest.param(
+            Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, experts=8),
+            MeshShape(dp=64, ep=8),
+            2,
+            id="8x7B",
+        ),
     ],
 )
 def test_padding_of_real_models_is_small(model, mesh, layers_of_a_bucket):
@@ -183,3 +193,36 @@ def test_placement_of_the_table():
         "layers.0.mlp_norm",
         "norm",
     ]
+
+
+def test_placement_of_experts():
+    model = Model(layers=1, hidden=64, heads=4, ffn=96, vocab=256, experts=4)
+    mesh = MeshShape(tp=2, cp=2, dp=2, ep=2)
+    specs = {spec.name.removeprefix("layers.0.moe."): spec for spec in parameters(model, mesh) if ".moe." in spec.name}
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        "router": (4, 64),
+        "w1": (4, 96, 64),
+        "w2": (4, 64, 96),
+        "w3": (4, 96, 64),
+    }
+    here = Coordinate(tp=1, cp=1, dp=1)  # index 3 of cp x dp, so the second of the second pair
+    assert mesh.expert_group(mesh.rank(here)) == (5, 7)
+    assert mesh.expert_replicas(mesh.rank(here)) == (3, 7)
+    assert local_box(specs["w1"], mesh, here) == Box((2, 48, 0), (2, 48, 64))
+    assert local_box(specs["w2"], mesh, here) == Box((2, 0, 48), (2, 64, 48))
+    assert local_box(specs["router"], mesh, here) == Box.whole((4, 64))
+    assert (specs["router"].tp.kind, specs["router"].sharers(2), specs["w1"].sharers(2)) == (Kind.PARTIAL, 1, 2)
+    plain = parameters(model, mesh, sequence_parallel=False)
+    assert next(spec.tp.kind for spec in plain if spec.name.endswith("router")) is Kind.REPLICATED
+
+
+def test_a_region_of_stacked_matrices_is_at_most_three_boxes():
+    box = Box((0, 0, 0), (5, 6, 8))
+    for first in range(31):
+        for last in range(first + 1, 31):
+            boxes = list(bucket_plans._row_boxes(box, first, last))
+            rows = [
+                (b.offset[0] + m) * 6 + b.offset[1] + r for b in boxes for m in range(b.shape[0]) for r in range(b.shape[1])
+            ]
+            assert rows == list(range(first, last))
+            assert len(boxes) <= 3
