@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
+from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.checkpoint.spread import from_spread_memory
@@ -139,14 +140,18 @@ class Pace:
 
 
 def spoil(engine: Engine, kind: str) -> None:
-    """An injected fault: the first gradient that this rank will apply is no number, or has a bit of its exponent flipped; or a
-    collective that the other ranks do not take part in.
+    """An injected fault: a gradient that this rank will apply is no number, or has the highest bit of its exponent flipped; or
+    a collective that the other ranks do not take part in.
+
+    The first gradient that is not zero: of a zero the flip makes 2.0, no more than a usual norm; docs/recovery.md says which flips
+    are noticed.
     """
     if kind == "part":
         engine.mesh.all_reduce(torch.zeros(1))
         return
     optimizer = engine.optimizer
-    first = optimizer.grad_pieces()[0].tensor.view(-1)[:1]
+    pieces = (piece.tensor.view(-1) for piece in optimizer.grad_pieces())
+    first = next(piece.narrow(0, int(found[0]), 1) for piece in pieces if len(found := piece.nonzero()))
     if kind == "nan":
         first.fill_(float("nan"))
     else:
@@ -176,8 +181,9 @@ def _loop(
         taken=lambda step, upload: context.send(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
         reached=faults.reached,
         overlap=config.checkpoint.overlap,
+        early=len(os.sched_getaffinity(0)) >= args.slots * (config.machine.threads + 1),  # each rank's keeper has a core
     )
-    times = Times(engine.passes, engine.device, report=lambda message: context.send(encode(message)))
+    times = Times(engine.passes, engine.device, report=lambda message: context.send_later(encode(message)))
     engine.before_update, engine.after_vote = saver.finish, times.voted
     return Loop(
         config=config,
@@ -246,7 +252,11 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
     passed: tuple[tuple[int, str], ...] = ()
     if args.spread and args.nearer:
         least = max(args.storage_step or 0, args.local_step or 0)
-        found = from_spread_memory(engine, sources, rank=rank, world=world, least_step=least)
+        if args.nodes:
+            neighbours = Neighbours(control=Path(args.control), nodes=args.nodes)
+            found = from_peer_memory(engine, sources, neighbours, rank=rank, least_step=least)
+        else:
+            found = from_spread_memory(engine, sources, rank=rank, world=world, least_step=least)
         if isinstance(found, Restored):
             return _at(engine, found)
         passed, sources = (found,) if found is not None else (), {}
