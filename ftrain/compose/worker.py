@@ -143,8 +143,8 @@ def spoil(engine: Engine, kind: str) -> None:
     """An injected fault: a gradient that this rank will apply is no number, or has the highest bit of its exponent flipped; or
     a collective that the other ranks do not take part in.
 
-    The first gradient that is not zero: of a zero the flip makes 2.0, no more than a usual norm; docs/recovery.md says which flips
-    are noticed.
+    The first gradient that is not zero: of a zero the flip makes 2.0, no more than a usual norm; docs/recovery.md says which
+    flips are noticed.
     """
     if kind == "part":
         engine.mesh.all_reduce(torch.zeros(1))
