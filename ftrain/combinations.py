@@ -321,11 +321,12 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
 
 
 def _faults(config: Config) -> Iterator[Problem]:
+    ranks = max(config.parallel.ranks, *(int(phase.parallel.get("ranks", 0)) for phase in config.phases), 0)
     for index, fault in enumerate(config.faults):
-        if fault.rank >= config.parallel.ranks:
-            given = f"given {fault.rank}, with parallel.ranks = {config.parallel.ranks}"
-            hint = f"nearest: {config.parallel.ranks - 1}"
-            yield Problem(f"faults.{index}.rank", given, f"a rank of the run (0 to {config.parallel.ranks - 1})", hint)
+        if fault.rank >= ranks:
+            given = f"given {fault.rank}, with parallel.ranks = {ranks}"
+            hint = f"nearest: {ranks - 1}"
+            yield Problem(f"faults.{index}.rank", given, f"a rank of the run (0 to {ranks - 1})", hint)
 
 
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (

@@ -15,7 +15,7 @@ Each field says what may happen to it when an existing run is resumed with anoth
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -624,6 +624,32 @@ class Certify(Section, frozen=True, kw_only=True):
     ] = ()
 
 
+class Phase(Section, frozen=True, kw_only=True):
+    """From some token of the run on, other values: sub-tables named like the sections. What a phase does not name stays as it
+    was before. The run changes over at the first step boundary at or behind that token, through a checkpoint of its own.
+    """
+
+    from_tokens: Annotated[
+        int,
+        Meta(ge=1, description="updates that begin at or behind this many tokens of the run (whole sequences) belong to it"),
+    ]
+    data: Annotated[
+        dict[str, Any], Meta(description="other `seq_len`, `sources` (all of them), `isolate_documents`, `document_mask`")
+    ] = {}
+    batch: Annotated[dict[str, Any], Meta(description="other `global_batch`, `micro_batch`")] = {}
+    parallel: Annotated[dict[str, Any], Meta(description="another layout: any of [parallel]")] = {}
+    optimizer: Annotated[dict[str, Any], Meta(description="any of [optimizer]; another `lr` is another peak of the curve")] = {}
+    schedule: Annotated[
+        dict[str, Any],
+        Meta(
+            description="a new curve of the learning rate from the phase's first update on, to the next phase with a "
+            "schedule or the end; what is not named has [schedule]'s default"
+        ),
+    ] = {}
+    model: Annotated[dict[str, Any], Meta(description="another `rope_base`")] = {}
+    evaluate: Annotated[dict[str, Any], Meta(description="any of [evaluate]")] = {}
+
+
 class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
@@ -641,6 +667,10 @@ class Config(Section, frozen=True, kw_only=True):
     machine: Machine = Machine()
     slurm: Slurm = Slurm()
     certify: Certify = Certify()
+    phases: Annotated[
+        tuple[Phase, ...],
+        Meta(description="other values from some token on; past ones cannot be changed any more", extra=RECORDED),
+    ] = ()
     faults: Annotated[tuple[Fault, ...], Meta(description="faults to inject", extra=FREE)] = field(default=())
 
 

@@ -17,11 +17,12 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import inspect as mi
 
+from ftrain import course, phases
 from ftrain.combinations import combinations, head_dim, kv_heads, num_chunks, replicas
 from ftrain.config import Config
 from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
-from ftrain.ramp import phases, position
+from ftrain.ramp import position, stretches
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
 from ftrain.units import format_bytes, format_count
 
@@ -79,11 +80,12 @@ def parse(text: str, overrides: Sequence[str] = (), *, origin: str = "config") -
 
 def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequence[Problem] = ()) -> Config:
     """The config in plain data, e.g. as the ledger or a manifest recorded it. `problems` were found before."""
-    found = [*problems, *check(data, Config)]
+    found = [*problems, *check(data, Config), *phases.table_problems(data)]
     if found:
         raise ConfigProblems([*found, *certain_combinations(data)], origin)
     config = msgspec.convert(data, Config)
-    impossible = [*combinations(config), *_hardware(config)]
+    impossible = [*combinations(config), *phases.problems(config)] or list(course.problems(config))
+    impossible += _hardware(config)
     if impossible:
         raise ConfigProblems(impossible, origin)
     return config
@@ -178,7 +180,7 @@ def _experts(config: Config) -> Iterator[str]:
 
 def _ramp(config: Config) -> Iterator[str]:
     """Which steps take other batches than the final one."""
-    for phase in phases(config) if config.batch.ramp else ():
+    for phase in stretches(config) if config.batch.ramp else ():
         yield f"ramp    steps {phase.first_step + 1} to {phase.stop_step}: {phase.global_batch} sequences"
 
 

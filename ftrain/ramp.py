@@ -17,7 +17,7 @@ from ftrain.config import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class Stretch:
     """Equal updates in a row: steps [first_step, stop_step), counted from 0, from the sequence `first_sequence` on."""
 
     first_step: int
@@ -39,7 +39,7 @@ def batches(config: Config) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(part.global_batch for part in config.batch.ramp), config.batch.global_batch]))
 
 
-def phases(config: Config, steps: int | None = None) -> Iterator[Phase]:
+def stretches(config: Config, steps: int | None = None) -> Iterator[Stretch]:
     """The whole run, or its first `steps` updates, from the beginning."""
     stop = config.run.steps if steps is None else steps
     step = sequence = 0
@@ -47,12 +47,12 @@ def phases(config: Config, steps: int | None = None) -> Iterator[Phase]:
         left = -(-part.tokens // config.data.seq_len) - sequence  # sequences until the first position behind the part
         count = min(-(-left // part.global_batch), stop - step)
         if count > 0:
-            yield Phase(step, step + count, sequence, part.global_batch)
+            yield Stretch(step, step + count, sequence, part.global_batch)
             step, sequence = step + count, sequence + count * part.global_batch
     if step < stop:
-        yield Phase(step, stop, sequence, config.batch.global_batch)
+        yield Stretch(step, stop, sequence, config.batch.global_batch)
 
 
 def position(config: Config, steps: int) -> int:
     """Sequences consumed by the first `steps` updates of a run that began at 0."""
-    return sum((phase.stop_step - phase.first_step) * phase.global_batch for phase in phases(config, steps))
+    return sum((part.stop_step - part.first_step) * part.global_batch for part in stretches(config, steps))

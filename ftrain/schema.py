@@ -122,6 +122,9 @@ def _walk(data: object, type_: mi.Type, path: str) -> Iterator[Problem]:
         yield from _union(data, type_, path)
     elif isinstance(type_, mi.VarTupleType):
         yield from _sequence(data, type_, path)
+    elif isinstance(type_, mi.DictType):
+        if not isinstance(data, Mapping):
+            yield Problem(path, _given(data), allowed(type_))
     elif not _fits(data, type_):
         yield Problem(path, _given(data), allowed(type_), _word_hint(data, type_))
 

@@ -51,6 +51,14 @@ class Blend:
             source[mine], index[mine] = sources[offset[mine]], indices[offset[mine]]
         return source, index
 
+    def counts(self, positions: int) -> tuple[int, ...]:
+        """How many of the first positions go to each source."""
+        whole, rest = divmod(positions, self.period * self._periods)
+        counts = self._quotas * (whole * self._periods)
+        if rest:
+            counts = counts + np.bincount(self._table(whole)[0][:rest], minlength=len(self.quotas))
+        return tuple(int(count) for count in counts)
+
     def _table(self, number: int) -> tuple[Ints, Ints]:
         """(source, index) of every position in the `number`-th group of periods."""
         if number not in self._tables:

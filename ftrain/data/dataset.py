@@ -8,8 +8,9 @@ who reads what, never what is read. The order is
     index        -> pass = index // windows, place = index % windows
     window       =  permutation of the source's windows, keyed by (seed, source, pass), at `place`
 
-so each window of a source comes exactly once per pass over that source. The held-out slice is ordered the same way under a
-fixed key: runs with different seeds are judged on the same text.
+so each window of a source comes exactly once per pass over that source. A later phase of a run reads on where its `Reading`
+says (`ftrain.data.reading`). The held-out slice is ordered the same way under a fixed key: runs with different seeds are judged
+on the same text.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from ftrain.config import Config
 from ftrain.data import entropy
 from ftrain.data.blend import Blend
 from ftrain.data.errors import DataError
+from ftrain.data.reading import HELDOUT, ORDER, Reading, blend_key
 from ftrain.data.sampler import Ints, derive, permute
 from ftrain.data.source import Source, Span
 from ftrain.data.stdlib import STDLIB, ensure_stdlib
 from ftrain.data.tokens import TokenFile
-
-_ORDER, _BLEND, _HELDOUT = 1, 2, 3  # purposes, so that no two keys are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +51,27 @@ class Batch:
 class Dataset:
     """All corpora of a config. Any process may build one; they agree without talking to each other."""
 
-    def __init__(self, config: Config, *, root: str) -> None:
-        """`root` is the cache folder in which the built-in corpus is prepared on first use."""
+    def __init__(self, config: Config, *, root: str, reading: Reading | None = None) -> None:
+        """`root` is the cache folder in which the built-in corpus is prepared on first use; `reading`: of a later phase."""
         data = config.data
         self.seq_len, self.vocab, self.isolates = data.seq_len, config.model.vocab, data.isolate_documents
         files = [TokenFile(ensure_stdlib(root) if item.path == STDLIB else item.path) for item in data.sources]
         self.sources = [Source(f, seq_len=data.seq_len, heldout_fraction=data.heldout_fraction) for f in files]
         self.weights = tuple(item.weight for item in data.sources)
-        self._train = _Stream([s.train for s in self.sources], self.weights, seed=config.run.seed, purpose=_ORDER)
-        self._heldout = _Stream([s.heldout for s in self.sources], self.weights, seed=0, purpose=_HELDOUT)
+        self._seed = config.run.seed
+        self._heldout = _Stream([s.heldout for s in self.sources], self.weights, seed=0, purpose=HELDOUT)
+        self.go_on(reading or Reading(0, tuple(range(len(files))), (0,) * len(files)))
         if config.evaluate.every_steps and config.evaluate.sequences > self.num_heldout:
             fewer = f"evaluate.sequences = {self.num_heldout} or less" if self.num_heldout else "evaluate.every_steps = 0"
             raise DataError(
                 f"evaluate.sequences = {config.evaluate.sequences}, but data.heldout_fraction = {data.heldout_fraction} "
                 f"leaves {self.num_heldout} held-out sequences of {self.seq_len} tokens: set {fewer}, or hold out more"
             )
+
+    def go_on(self, reading: Reading) -> None:
+        """Read as a phase does whose stream begins there: `sequences` counts from its first one."""
+        spans = [source.train for source in self.sources]
+        self._train = _Stream(spans, self.weights, seed=self._seed, purpose=ORDER, reading=reading)
 
     @property
     def train_tokens_per_pass(self) -> int:
@@ -145,24 +151,29 @@ class Dataset:
 class _Stream:
     """The order of windows: blend, then a permutation for each pass of each source."""
 
-    def __init__(self, spans: list[Span], weights: tuple[float, ...], *, seed: int, purpose: int) -> None:
+    def __init__(
+        self, spans: list[Span], weights: tuple[float, ...], *, seed: int, purpose: int, reading: Reading | None = None
+    ) -> None:
         self._numbers = [number for number, span in enumerate(spans) if span.num_windows]  # a tiny tail may hold no window
         self._spans, self._seed, self._purpose = spans, seed, purpose
+        self._start = reading.start if reading else 0
+        self._names = reading.numbers if reading else tuple(range(len(spans)))
+        self._before = reading.before if reading else (0,) * len(spans)
         self.num_windows = sum(span.num_windows for span in spans)
-        key = int(derive(seed, _BLEND, purpose)[0])
-        self._blend = Blend([weights[number] for number in self._numbers], key) if self._numbers else None
+        self._blend = Blend([weights[number] for number in self._numbers], blend_key(seed, purpose)) if self._numbers else None
 
     def windows(self, first: int, count: int) -> Iterator[tuple[int, Span, int]]:
         """(source number, its span, window) of the positions [first, first + count)."""
         assert self._blend is not None, "an empty stream was asked for a window"
+        first += self._start
         chosen, index = self._blend.locate(np.arange(first, first + count, dtype=np.int64))
         window = np.empty(count, np.int64)
         for slot in np.unique(chosen).tolist():
             mine = chosen == slot
             number = self._numbers[slot]
             total = self._spans[number].num_windows
-            passes, place = np.divmod(index[mine], total)
-            window[mine] = permute(total, derive(self._seed, self._purpose, number, passes), place)
+            passes, place = np.divmod(index[mine] + self._before[number], total)
+            window[mine] = permute(total, derive(self._seed, self._purpose, self._names[number], passes), place)
         for slot, found in zip(chosen.tolist(), window.tolist(), strict=True):
             number = self._numbers[slot]
             yield number, self._spans[number], found

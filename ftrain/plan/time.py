@@ -22,7 +22,7 @@ from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.traffic import group_path
 from ftrain.plan.volume import volumes
-from ftrain.ramp import phases, position
+from ftrain.ramp import position, stretches
 
 UNBOUNDED = 10**15
 """More updates than any run has."""
@@ -200,7 +200,7 @@ def _batch(setup: Setup) -> Section:
         notes = (f"the {inside} cards of a replica work on the same sequences: multiply by {mesh.dp} replicas, not by {wrong}",)
     notes += tuple(
         f"ramp: {phase.global_batch:,} sequences in the steps {phase.first_step + 1:,} to {phase.stop_step:,}"
-        for phase in (phases(config) if config.batch.ramp else ())
+        for phase in (stretches(config) if config.batch.ramp else ())
     )
     return Section(
         title="Batch",
@@ -315,7 +315,7 @@ def _digits(days: float) -> int:
 def _updates(setup: Setup, tokens: float) -> Iterator[tuple[Setup, float]]:
     """How many updates of each size the run takes to these tokens, each size as a setup of its own."""
     left = tokens / setup.config.data.seq_len
-    for phase in phases(setup.config, UNBOUNDED):
+    for phase in stretches(setup.config, UNBOUNDED):
         count = min(phase.stop_step - phase.first_step, left / phase.global_batch)
         if count > 0:
             batch = msgspec.structs.replace(setup.config.batch, global_batch=phase.global_batch, ramp=())

@@ -7,7 +7,7 @@ import pytest
 
 from ftrain.config import Batch, Config, Ramp
 from ftrain.load import ConfigProblems, layout_summary, load
-from ftrain.ramp import batches, global_batch_at, phases, position
+from ftrain.ramp import batches, global_batch_at, position, stretches
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -35,12 +35,12 @@ def test_an_update_takes_the_batch_of_the_part_in_which_it_begins() -> None:
 
 
 @pytest.mark.parametrize("parts", [(), ((1, 2),), ((5 * 64, 2), (10 * 64, 4)), ((333, 2), (334, 4), (5000, 6)), ((10**9, 2),)])
-def test_phases_are_the_updates_one_after_the_other(parts: tuple[tuple[int, int], ...]) -> None:
+def test_stretches_are_the_updates_one_after_the_other(parts: tuple[tuple[int, int], ...]) -> None:
     config = ramped(*parts)
     found = [
-        (phase.first_sequence + index * phase.global_batch, phase.global_batch)
-        for phase in phases(config)
-        for index in range(phase.stop_step - phase.first_step)
+        (part.first_sequence + index * part.global_batch, part.global_batch)
+        for part in stretches(config)
+        for index in range(part.stop_step - part.first_step)
     ]
     assert found == by_hand(config)
     for step, (first, _) in enumerate(by_hand(config)):
