@@ -6,8 +6,7 @@ Everything else in ftrain is the same code on CPU and GPU. What this file does o
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,11 @@ from ftrain.parallel.clock import HostTimer, Timer
 
 
 def choose(machine: Machine, local_rank: int, num_local_ranks: int) -> torch.device:
-    """The device of a rank; `auto` is a GPU of its own if there is one for every rank of this machine, else the CPU for all."""
+    """The device of a rank; `auto` is a GPU of its own if there is one for every rank of this machine, else the CPU for all.
+
+    Called before the engine is built: what a process holds by then (interpreter, libraries) is no memory of its training.
+    """
+    _Before.private = _process()["RssAnon"]
     if machine.device == "cpu" or (machine.device == "auto" and torch.cuda.device_count() < num_local_ranks):
         return torch.device("cpu")
     if torch.cuda.device_count() <= local_rank:
@@ -73,11 +76,23 @@ def timer(device: torch.device) -> Timer:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a rank, in bytes. CPU: the process's resident memory, what it shares with others included (arena, libraries)."""
+    """Of a rank, in bytes. A CPU counts no tensors: private memory beyond what the engine found is nearest."""
 
-    used: int  # CUDA: allocated by torch
-    reserved: int  # CUDA: taken from the device by torch; CPU: 0
+    used: int  # CUDA: allocated by torch; CPU: private memory since `choose`, Python's objects included
+    reserved: int  # CUDA: taken from the device by torch; CPU: resident memory of the process, arena and libraries included
     peak: int  # the most that was used so far
+
+
+class _Before:
+    """Private bytes of this process when its device was chosen."""
+
+    private = 0
+
+
+def _process() -> dict[str, int]:
+    """The kernel's account of this process, bytes by name: VmHWM, RssAnon, RssFile, RssShmem among others."""
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.endswith(" kB"))
+    return {row[0].removesuffix(":"): int(row[1]) * 1024 for row in rows}
 
 
 def memory(device: torch.device) -> Memory:
@@ -85,13 +100,24 @@ def memory(device: torch.device) -> Memory:
     if device.type == "cuda":
         cuda = torch.cuda
         return Memory(cuda.memory_allocated(device), cuda.memory_reserved(device), cuda.max_memory_allocated(device))
-    resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
-    return Memory(resident, 0, max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    now = _process()
+    shared = now["RssFile"] + now["RssShmem"]  # at the peak as it is now: both only grow, and before training
+    used, most = (max(0, private - _Before.private) for private in (now["RssAnon"], now["VmHWM"] - shared))
+    return Memory(used, now["RssAnon"] + shared, max(used, most))
 
 
 def name(device: torch.device) -> str:
     """What the device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def enqueued(device: torch.device) -> Callable[[], None]:
+    """What waits, on any thread, until all that this thread has enqueued so far is done. Nothing to wait for on a CPU."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
 
 
 @contextmanager

@@ -6,8 +6,11 @@ the pack that goes to storage (chunks with room for their crc32c). So a slot *is
 without assembling anything, a restarted worker reads it through the planner and reader that read object storage, and
 a new keeper needs nothing but the descriptor.
 
+While it is being filled a slot also says how far: the keeper may seal and store what is copied already while the rest is
+still on its way.
+
 Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again)
-and the crcs. State words are aligned 4-byte stores, written last; x86 and the mmap of one machine keep their order.
+and the crcs. State words are aligned stores of 4 or 8 bytes, written last; x86 and the mmap of one machine keep their order.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ PROGRESS_NBYTES = 64 * 1024
 MAGIC = b"ftrslot1"
 # magic, epoch, attempt, step, rank, world, table length, progress length, payload offset, payload length
 _FIXED = struct.Struct("<8sIIQIIIIQQ")
-_STATE_WORDS = 1024  # byte offset of the three state words: far from the fixed part, aligned
+_STATE_WORDS = 1024  # byte offset of state, seal, upload and turns of the copy, 4 bytes each: far from the fixed part, aligned
+_FILLED = 1040  # byte offset of the number of payload bytes that are final while the slot is FILLING, 8 bytes
 
 
 class SlotState(enum.IntEnum):
@@ -44,6 +48,7 @@ class Upload(enum.IntEnum):
 
     NONE = 0
     WANTED = 1  # until the coordinator has committed the step or given it up
+    HELD = 2  # storage has it, or does not want it; it stays because other nodes hold copies of the same step
 
 
 class SlotTable(msgspec.Struct, frozen=True):
@@ -70,6 +75,11 @@ class SlotHeader:
     step: int
     rank: int
     world: int
+
+    @property
+    def snapshot(self) -> tuple[int, int, int]:
+        """Which snapshot it is: (epoch, attempt, step)."""
+        return self.epoch, self.attempt, self.step
 
 
 def encode_table(layout: PackLayout) -> bytes:
@@ -108,11 +118,12 @@ class ArenaSlot:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         self._map = mmap.mmap(fd, 0, flags=flags)
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
-        self._words = self.bytes[_STATE_WORDS : _STATE_WORDS + 12].view(np.uint32)
+        self._words = self.bytes[_STATE_WORDS : _STATE_WORDS + 16].view(np.uint32)
+        self._filled = self.bytes[_FILLED : _FILLED + 8].view(np.uint64)
 
     def close(self) -> None:
         """Drop the mapping; views of it must be gone."""
-        del self.bytes, self._words
+        del self.bytes, self._words, self._filled
         self._map.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------------
@@ -149,6 +160,12 @@ class ArenaSlot:
         offset, nbytes = _FIXED.unpack_from(self._map, 0)[8:10]
         return self.bytes[offset : offset + nbytes]
 
+    def filled(self) -> tuple[int, int]:
+        """Of a slot that is being filled: bytes of the payload, from its beginning, that are final but for their crcs; and a
+        number that changes while the copy moves.
+        """
+        return int(self._filled[0]), int(self._words[3])
+
     # -- the worker's side ---------------------------------------------------------------------------------------------------
 
     def prepare(self, layout: PackLayout) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -168,12 +185,21 @@ class ArenaSlot:
             _FIXED.pack_into(self._map, 0, MAGIC, 0, 0, 0, 0, 0, len(table), 0, offset, layout.nbytes)
         return self.bytes[offset : offset + layout.nbytes]
 
-    def begin(self, *, epoch: int, attempt: int, step: int, rank: int, world: int) -> None:
-        """From here until `complete` the slot means nothing."""
+    def begin(self, *, epoch: int, attempt: int, step: int, rank: int, world: int, upload: bool = False) -> None:
+        """From here until `complete` only what `filled` vouches for means something, and only to whoever stores it: with
+        `upload` the keeper may begin.
+        """
         self._words[0] = SlotState.FILLING
         self._words[1:] = 0
+        self._filled[0] = 0
         *_, table_nbytes, _progress, offset, nbytes = _FIXED.unpack_from(self._map, 0)
         _FIXED.pack_into(self._map, 0, MAGIC, epoch, attempt, step, rank, world, table_nbytes, 0, offset, nbytes)
+        self._words[2] = Upload.WANTED if upload else Upload.NONE
+
+    def fill(self, nbytes: int) -> None:
+        """So many bytes of the payload, from its beginning, are copied."""
+        self._filled[0] = nbytes
+        self._words[3] += 1
 
     def complete(self, progress: bytes, *, upload: bool) -> None:
         """The payload is whole: publish it with its progress record (JSON, at most 64 KiB)."""
@@ -210,6 +236,10 @@ class ArenaSlot:
     def want_upload(self) -> None:
         """Storage is to have this complete snapshot after all."""
         self._words[2] = Upload.WANTED
+
+    def hold(self, held: bool) -> None:
+        """A slot that storage is not owed stays as it is (or need not any more) for the sake of the peer tier."""
+        self._words[2] = Upload.HELD if held else Upload.NONE
 
     def upload_ended(self) -> None:
         """The step is committed, or given up: the slot may be filled again."""

@@ -8,7 +8,8 @@
             checkpointer.save(step, state)
     checkpointer.close()
 
-`save` costs the copy of this rank's share into memory that is used again and again; a process of its own does the rest. `load`
+`save` costs the copy of this rank's share into memory that is used again and again, and with `overlap=True` not even that; a
+process of its own does the rest. `load`
 finds the newest checkpoint that is whole, whoever wrote it under whatever layout, and proves that what is live now is what was
 saved.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ftrain.checkpoint.beside import Beside, Later, Overlap
 from ftrain.checkpoint.pieces import Plan, holdings_of, plan, signature
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import merged
@@ -58,12 +61,17 @@ class Checkpointer:
         keep_last: int = 0,
         keep_every: int = 0,
         upload_mib_s: float = 0.0,
+        overlap: Overlap = False,
     ) -> None:
         """`url`: a folder or an object store's URL (default: the run of `ftrain supervise`).
 
         `when_busy`: what a save does while two earlier ones are still on their way. `on_error`: whether a save that failed
         raises at the next call. `keep_last`, `keep_every` (steps): what is kept; with neither, everything is.
         `upload_mib_s`: limit of a rank's upload.
+
+        `overlap`: `save` returns before the copy of what only the state's optimizers change (their parameters and their state),
+        and their next step waits for it; whoever else changes these calls `wait_copied` first. "manual": before the copy of
+        everything, and only `wait_copied` (and an optimizer of the state, if there is one) waits.
         """
         given = url if url is not None else os.environ.get(RUN, "")
         if not given:
@@ -87,6 +95,9 @@ class Checkpointer:
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
         self._closed = False
+        self._beside = Beside(overlap, self.wait_copied)
+        self._copying: tuple[str, int] | None = None  # slot and step
+        self._thread = threading.get_ident()
         self._newest, self._saved_any = 0, False
         self.committed: int | None = None
         """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
@@ -103,6 +114,7 @@ class Checkpointer:
         NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
         goes on from here. What this object has saved is waited for first.
         """
+        self._beside.watch(state)
         if self._saved_any:
             self.wait()
         loaded, without = load_newest(self._store, state, self._ranks, step=step, strict=strict)
@@ -143,15 +155,18 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any]) -> float:
         """Copy this rank's share of `state`, and have it stored; returns the seconds that this took from the training loop.
 
-        Every rank calls it after the same step, with the state of `load`. `step` is the number of finished steps and grows.
-        The checkpoint exists when all ranks' shares are stored; `wait` waits for that. Raises SaveError on all ranks if an
-        earlier save has failed on one of them (with `on_error="raise"`).
+        With `overlap` the copy may go on after that (`wait_copied`). Every rank calls it after the same step, with the state of
+        `load`. `step` is the number of finished steps and grows. The checkpoint exists when all ranks' shares are stored;
+        `wait` waits for that. Raises SaveError on all ranks if an earlier save has failed on one of them (with
+        `on_error="raise"`), StateError if `overlap` has nobody who could wait.
         """
         begin = time.monotonic()
         if self._start.epoch < 0:
             raise SaveError("call load(state) first: it says from where this run goes on, also when there is nothing to load")
         if step <= self._newest and self._saved_any:
             raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
+        later = self._beside.watch(state)
+        self.wait_copied()
         self._hear()
         self._keep_alive()
         if self._on_error == "raise":
@@ -165,10 +180,33 @@ class Checkpointer:
         while not slots.wait_free(1.0):
             self._hear()
             self._keep_alive()
+        self._copy(slots, flat, step, later)
+        seconds = time.monotonic() - begin
+        found = reporter()
+        if found is not None:
+            found.saved(seconds)
+        return seconds
+
+    def _copy(self, slots: ScriptSlots, flat: Flat, step: int, later: Later | None) -> None:
+        """Fill a slot, or begin to, and say so."""
         assert self._plan is not None
         self._newest, self._saved_any = step, True
-        name = slots.fill(self._plan.pieces(holdings_of(flat)), step)
+        name = slots.fill(self._plan.pieces(holdings_of(flat)), step, later)
+        self._copying = (name, step) if later is not None else None
         self._link().saved(name, step, msgspec.json.encode(flat.record))
+
+    def wait_copied(self) -> float:
+        """With `overlap`: wait until the copy that the last save began is over; from then on the state may be changed. Returns
+        the seconds that it waited. Nothing to wait for: it returns at once.
+        """
+        begin = time.monotonic()
+        if self._copying is None or self._slots is None:
+            return 0.0
+        error = self._slots.finish()  # it comes back as the keeper's answer to this save, where all ranks are told
+        if threading.get_ident() == self._thread:  # backward may step optimizers on other threads; the channel is for one
+            (name, step), self._copying = self._copying, None
+            if self._keeper is not None:
+                self._keeper.copied(name, step, error)
         seconds = time.monotonic() - begin
         found = reporter()
         if found is not None:
@@ -260,6 +298,7 @@ class Checkpointer:
         Raises SaveError on all ranks if something could not be stored (with `on_error="raise"`), or if there is nobody left who
         could tell.
         """
+        self.wait_copied()
         problem = ""
         try:
             while self._keeper is not None and self._keeper.owes:
@@ -280,6 +319,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._beside.close()
             if self._keeper is not None:
                 self._keeper.close()
                 self._keeper = None

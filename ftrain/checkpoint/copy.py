@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 CopyPair = tuple[torch.Tensor, torch.Tensor]
 BLOCK_BYTES = 4 << 20
 """Of a source that is copied twice: it stays in a core's share of the last cache, and the calls are still few."""
+RUN_BYTES = 32 << 20
+"""Between two words about how far the copy has come."""
+
+
+class CopyRun(NamedTuple):
+    """Some of the copies of a snapshot, in order, and up to which byte the payload is final after them."""
+
+    pairs: list[CopyPair]
+    filled: int
 
 
 def copy_pairs(
@@ -133,6 +142,21 @@ def _region_pair(
     split = source.view([size for pair in zip(counts, used, strict=True) for size in pair])
     ndim = len(counts)
     return destination, split.permute(*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2))
+
+
+def copy_runs(payload: np.ndarray[Any, np.dtype[np.uint8]], pairs: Sequence[CopyPair]) -> list[CopyRun]:
+    """The copies cut into runs. What is final after a run is all that lies in front of what later ones write."""
+    base, nbytes = payload.ctypes.data, payload.nbytes
+    starts = [to.data_ptr() - base if to.device.type == "cpu" else nbytes for to, _ in pairs]
+    final = list(itertools.accumulate(reversed(starts), min, initial=nbytes))[::-1]
+    most = min(RUN_BYTES, sum(to.nbytes for to, _ in pairs) // 2)  # at least two: a small copy has a middle, too
+    runs, begin, size = list[CopyRun](), 0, 0
+    for stop, (destination, _) in enumerate(pairs, start=1):
+        size += destination.nbytes
+        if size >= most or stop == len(pairs):
+            runs.append(CopyRun(list(pairs[begin:stop]), final[stop]))
+            begin, size = stop, 0
+    return runs
 
 
 def run_copy(pairs: Sequence[CopyPair]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +21,37 @@ from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
 THREADS = 2  # seal or stream two ranks' slots at once; more would only take cores from training
+
+
+class Turn:
+    """Whose turn it is at a slot: one thread serves it; what is announced meanwhile is looked at by the same thread afterwards,
+    so that no other one waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._serving, self._again, self._over = False, False, False
+
+    def begin(self) -> bool:
+        """Whether the caller is to serve; if not, somebody else will."""
+        with self._changed:
+            mine = not (self._serving or self._over)
+            self._serving, self._again = self._serving or mine, not mine
+            return mine
+
+    def again(self) -> bool:
+        """Whether whoever serves is to look again; if not, its turn has ended."""
+        with self._changed:
+            again, self._again = self._again and not self._over, False
+            self._serving = again
+            self._changed.notify_all()
+            return again
+
+    def end(self) -> None:
+        """Let nobody begin any more, and wait until nobody serves."""
+        with self._changed:
+            self._over = True
+            self._changed.wait_for(lambda: not self._serving)
 
 
 class Keeper:
@@ -48,28 +78,28 @@ class Keeper:
         self._opening = threading.Lock()
         self._slots: dict[str, ArenaSlot] = {}
         self._answers: dict[str, Answer] = {}
-        self._busy: dict[str, threading.Lock] = {}
+        self._turns: dict[str, Turn] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="keeper")
 
     def adopt(self, name: str, fd: int) -> None:
         """Take a slot; if it holds a complete snapshot, whatever is owed for it is done."""
         self._slots[name] = ArenaSlot(fd)
-        self._busy[name] = threading.Lock()
+        self._turns[name] = Turn()
         self.snapshot_ready(name)
 
     def drop(self, name: str) -> None:
         """Forget a slot, after the work on it has ended. An unknown name is fine: every node is told of all of them."""
-        lock = self._busy.pop(name, None)
-        if lock is None:
+        turn = self._turns.pop(name, None)
+        if turn is None:
             return
-        with lock:
-            self._slots.pop(name).close()
-            for key in (name, f"{name} local"):
-                self._answers.pop(key, None)  # nobody will settle it any more: it must not be said to the next coordinator
+        turn.end()
+        self._slots.pop(name).close()
+        for key in (name, f"{name} local"):
+            self._answers.pop(key, None)  # nobody will settle it any more: it must not be said to the next coordinator
 
     def snapshot_ready(self, name: str) -> None:
-        """Queue what a slot needs. Returns at once; safe to repeat."""
-        if name in self._slots and self._slots[name].header().state is SlotState.COMPLETE:
+        """Queue what a slot needs, which may be on its way into it still. Returns at once; safe to repeat."""
+        if name in self._slots and self._slots[name].header().state is not SlotState.EMPTY:
             self._pool.submit(self._serve, name)
 
     def settled(self, message: Settled) -> None:
@@ -95,37 +125,39 @@ class Keeper:
                 self.snapshot_ready(name)
 
     def _tell_debts(self) -> None:
-        ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-        for slot in self._slots.values():
-            header = slot.header()
-            if header.state is SlotState.COMPLETE and header.upload is Upload.WANTED:
-                ranks[header.attempt, header.step, header.world].add(header.rank)
-        whole = [(attempt, step) for (attempt, step, world), found in ranks.items() if len(found) == world]
-        self._send(Owed(groups=whole))
+        headers = [slot.header() for slot in self._slots.values()]
+        owed = [it for it in headers if it.state is SlotState.COMPLETE and it.upload is Upload.WANTED]
+        self._send(Owed(shares=[(it.attempt, it.step, it.rank, it.world) for it in owed]))
 
     def close(self) -> None:
         """Finish everything queued, then return."""
         self._pool.shutdown(wait=True)
 
     def _serve(self, name: str) -> None:
-        lock = self._busy.get(name)
-        if lock is None:
+        turn = self._turns.get(name)
+        if turn is None or not turn.begin():
             return
-        with lock:
-            slot = self._slots.get(name)
-            if slot is None:  # dropped while this waited
-                return
-            header = slot.header()
-            if header.state is not SlotState.COMPLETE:
-                return
-            due = self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header)
-            wanted = header.upload is Upload.WANTED and not self._answered(name, header)
-            if not (due or wanted):
-                slot.seal()
-            digests = self._serve_local(name, slot, header) if due else {}
-            if wanted:
-                self._answers[name], _ = self._store_slot(slot, header, "storage", digests)
-                self._send(self._answers[name])
+        serving = True
+        while serving:
+            try:
+                self._serve_once(name, self._slots[name])
+            finally:
+                serving = turn.again()
+
+    def _serve_once(self, name: str, slot: ArenaSlot) -> None:
+        header = slot.header()
+        due = self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header)
+        wanted = header.upload is Upload.WANTED and not self._answered(name, header)
+        if header.state is SlotState.EMPTY or (header.state is SlotState.FILLING and not wanted):
+            return
+        if not (due or wanted):
+            slot.seal()
+        digests = self._serve_local(name, slot, header) if due else {}
+        if wanted:
+            answer, _ = self._store_slot(slot, header, "storage", digests)
+            if answer is not None:
+                self._answers[name] = answer
+                self._send(answer)
 
     def _serve_local(self, name: str, slot: ArenaSlot, header: SlotHeader) -> dict[str, int]:
         """Write a snapshot to the local tier; returns the digests.
@@ -133,8 +165,10 @@ class Keeper:
         Nobody keeps the slot for this: if it was filled again meanwhile, what was written is thrown away, and nothing is said.
         """
         answer, digests = self._store_slot(slot, header, "local", {})
+        if answer is None:
+            return {}
         now = slot.header()
-        same = (now.state, now.epoch, now.attempt, now.step) == (header.state, header.epoch, header.attempt, header.step)
+        same = now.state is SlotState.COMPLETE and now.snapshot == header.snapshot
         if same:
             self._answers[f"{name} local"] = answer
             self._send(answer)
@@ -144,12 +178,14 @@ class Keeper:
 
     def _answered(self, name: str, header: SlotHeader) -> bool:
         answer = self._answers.get(name)
-        return answer is not None and (answer.epoch, answer.attempt, answer.step) == (header.epoch, header.attempt, header.step)
+        return answer is not None and (answer.epoch, answer.attempt, answer.step) == header.snapshot
 
     def _store_slot(
         self, slot: ArenaSlot, header: SlotHeader, tier: str, known: dict[str, int]
-    ) -> tuple[Answer, dict[str, int]]:
-        """What came of it, and the digests (none if it could not be stored): `known` ones are not computed again."""
+    ) -> tuple[Answer | None, dict[str, int]]:
+        """What came of it (None: nothing, the snapshot did not become whole), and the digests (none if it could not be stored):
+        `known` ones are not computed again.
+        """
         begin = time.monotonic()
         key = step_folder(header.step) + pack_name(header.epoch, header.attempt, header.rank)
         identity = {
@@ -159,11 +195,14 @@ class Keeper:
             "rank": header.rank,
             "world": header.world,
         }
+        stream = SlotStream(slot, digests=known, each=lambda: self._reached("upload", header.step))
         try:
-            with SlotStream(slot, digests=known, each=lambda: self._reached("upload", header.step)) as stream:
+            with stream:
                 self._run_store(tier).put_stream(key, stream)
                 digests = stream.digests()
         except Exception as error:  # whatever it is, the coordinator must hear of it: a thread's error has no other listener
+            if stream.lost:
+                return None, {}
             return PackFailed(**identity, reason=f"{type(error).__name__}: {error}", tier=tier), {}
         manifest = pack_manifest(slot, key.rsplit("/", 1)[1], digests)
         stored = PackStored(

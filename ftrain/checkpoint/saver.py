@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
-from ftrain.checkpoint.copy import CopyPair, copy_pairs, run_copy
+from ftrain.checkpoint.copy import CopyRun, copy_pairs, copy_runs, run_copy
 from ftrain.parallel.arrays import StatePiece
 from storage.pack import PackLayout
 
@@ -54,9 +54,13 @@ class Saver:
         taken: Callable[[int, bool], None] = lambda step, upload: None,
         reached: Callable[[str, int], None] = lambda point, step: None,
         overlap: bool = False,
+        early: bool = False,
     ) -> None:
         """`identity`: (epoch, attempt, rank, world). When a snapshot is complete, `announce` is told the slot's name
         (for the keeper) and `taken` the step and whether it goes to storage. `reached` is told named points.
+
+        `early`: `announce` is told of a snapshot that goes to storage when its copy begins, too, so that the keeper works
+        behind the copy. It shortens the save, and where there is no processor for both it lengthens the copy.
 
         `overlap`: `save` returns at once and the copy runs beside the next forward and backward, which only read the
         weights; whoever changes the state calls `finish` first.
@@ -67,13 +71,14 @@ class Saver:
         self._announce = announce
         self._taken = taken
         self._reached = reached
+        self._early = early
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if overlap else None
         self._copying: Future[None] | None = None
         self._filling: int | None = None
         self._filling_step = 0
         self._waited_s = 0.0
         self._payloads = [slot.prepare(layout) for _, slot in slots]
-        self._pairs: list[list[CopyPair] | None] = [None] * len(slots)
+        self._runs: list[list[CopyRun] | None] = [None] * len(slots)
 
     def forget_after(self, step: int) -> None:
         """Drop snapshots newer than the step this run goes on from: they were not complete on every rank, or were
@@ -118,16 +123,17 @@ class Saver:
         index = free_slot(self.headers())
         if index is None:
             raise RuntimeError(f"no arena slot is free at step {step}: wait_until_free was not called")
-        pairs = self._pairs[index]
-        if pairs is None:
+        runs = self._runs[index]
+        if runs is None:
             stored = [piece for piece in pieces if piece.array in self._layout.specs]  # weights may be left out
-            pairs = self._pairs[index] = copy_pairs(self._payloads[index], self._layout, stored)
+            payload = self._payloads[index]
+            runs = self._runs[index] = copy_runs(payload, copy_pairs(payload, self._layout, stored))
         record = msgspec.json.encode(progress)
         if self._pool is None:
-            self._fill(index, pairs, step, upload, record)
+            self._fill(index, runs, step, upload, record)
         else:
             self._filling, self._filling_step = index, step
-            self._copying = self._pool.submit(self._fill, index, pairs, step, upload, record)
+            self._copying = self._pool.submit(self._fill, index, runs, step, upload, record)
 
     def finish(self) -> None:
         """Wait for the copy under way. Called before the state changes, and before the worker leaves."""
@@ -143,13 +149,22 @@ class Saver:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def _fill(self, index: int, pairs: list[CopyPair], step: int, upload: bool, record: bytes) -> None:
+    def _fill(self, index: int, runs: list[CopyRun], step: int, upload: bool, record: bytes) -> None:
         name, slot = self._slots[index]
-        slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world)
-        half = len(pairs) // 2
-        run_copy(pairs[:half])
+        early = self._early and upload
+        slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world, upload=early)
+        if early:
+            self._announce(name)
+        half = len(runs) // 2
+        _copy(slot, runs[:half])
         self._reached("copy", step)
-        run_copy(pairs[half:])
+        _copy(slot, runs[half:])
         slot.complete(record, upload=upload)
         self._announce(name)
         self._taken(step, upload)
+
+
+def _copy(slot: ArenaSlot, runs: Sequence[CopyRun]) -> None:
+    for run in runs:
+        run_copy(run.pairs)
+        slot.fill(run.filled)

@@ -24,11 +24,12 @@ from contextlib import suppress
 import msgspec
 
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, Settled
+from ftrain.checkpoint.messages import KeeperMessage, PackFailed, PackStored, Settled
 from ftrain.checkpoint.outbox import Outbox
 from ftrain.checkpoint.record import StateError, merged
 from ftrain.checkpoint.script_messages import (
     CommitDone,
+    Copied,
     Delivery,
     Forget,
     KeeperStart,
@@ -81,6 +82,8 @@ class ScriptKeeper:
         elif isinstance(message, Forget):
             for name in message.names:
                 self._keeper.drop(name)
+        elif isinstance(message, Copied):
+            self._copied(message)
         else:
             self._saved(message)
 
@@ -94,9 +97,24 @@ class ScriptKeeper:
         if message.slot:
             self._keeper.snapshot_ready(message.slot)
 
+    def _copied(self, message: Copied) -> None:
+        if message.error:
+            self._give_up(message.step, message.error)
+        else:
+            self._keeper.snapshot_ready(message.slot)
+
+    def _give_up(self, step: int, why: str) -> None:
+        """There will be no snapshot of this step: nobody is to wait for it."""
+        with self._told:
+            if self._records.pop(step, None) is not None:
+                rank, epoch = self._start.rank, self._start.epoch
+                self._deliver(step, delivery_key(step, epoch, ATTEMPT, rank), Delivery(error=f"rank {rank}: {why}"))
+
     def close(self) -> None:
         """Finish what is queued, with bounded patience."""
         self._keeper.close()
+        for step in list(self._records):  # complete ones are stored by now
+            self._give_up(step, "it died while its state was being copied")
         self._due.put(None)
         self._committer.join()
 
@@ -108,7 +126,7 @@ class ScriptKeeper:
 
     def _stored(self, answer: KeeperMessage) -> None:
         """What came of this rank's part; from a thread of the keeper."""
-        if isinstance(answer, Owed):
+        if not isinstance(answer, PackStored | PackFailed):
             return
         with self._told:  # a slot may be complete, and stored, before we are told of it
             self._told.wait_for(lambda: answer.step in self._records, RECORD_LIMIT_S)
@@ -119,13 +137,15 @@ class ScriptKeeper:
             delivery = Delivery(stored=answer, record=record)
         else:
             delivery = Delivery(error=f"rank {answer.rank}: {answer.reason}")
+        self._deliver(answer.step, delivery_key(answer.step, answer.epoch, answer.attempt, answer.rank), delivery)
+
+    def _deliver(self, step: int, key: str, delivery: Delivery) -> None:
         try:
-            key = delivery_key(answer.step, answer.epoch, answer.attempt, answer.rank)
             self._run_store().put(key, msgspec.msgpack.encode(delivery))
         except Exception as error:  # the rank must hear of whatever it is: a thread's error has no other listener
-            delivery = Delivery(error=f"rank {answer.rank}: {type(error).__name__}: {error}")
-        self._keeper.settled(Settled(attempt=answer.attempt, step=answer.step))
-        self._tell(PartDone(step=answer.step, error=delivery.error))
+            delivery = Delivery(error=f"rank {self._start.rank}: {type(error).__name__}: {error}")
+        self._keeper.settled(Settled(attempt=ATTEMPT, step=step))
+        self._tell(PartDone(step=step, error=delivery.error))
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import msgspec
 
 from ftrain.checkpoint.script_messages import (
     CommitDone,
+    Copied,
     Forget,
     FromScriptKeeper,
     KeeperStart,
@@ -75,8 +76,12 @@ class KeeperLink:
         self._channel.send(Forget(names=names))
 
     def saved(self, slot: str, step: int, record: bytes) -> None:
-        """A slot is complete."""
+        """A slot is complete, or being filled: then `copied` says when that is over."""
         self._send(Saved(slot=slot, step=step, record=record))
+
+    def copied(self, slot: str, step: int, error: str = "") -> None:
+        """A slot that was being filled is complete, or will not be."""
+        self._channel.send(Copied(slot=slot, step=step, error=error))
 
     def _send(self, saved: Saved) -> None:
         self._parts[saved.step] = saved

@@ -23,13 +23,21 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
-    """Rank to keeper: a slot is complete; `record` goes with it (ftrain.checkpoint.record). Without a slot: this rank's part
-    is in the store already, only the commit is due.
+    """Rank to keeper: a slot is complete, or being filled; `record` goes with it (ftrain.checkpoint.record). Without a slot:
+    this rank's part is in the store already, only the commit is due.
     """
 
     slot: str
     step: int
     record: bytes
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
+    """Rank to keeper: a copy that `Saved` has announced is over: the slot is complete, or why it will not be."""
+
+    slot: str
+    step: int
+    error: str = ""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True, tag="part"):
@@ -70,7 +78,7 @@ class KeeperStart(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 600.0
 
 
-ToScriptKeeper = Slots | Forget | Saved
+ToScriptKeeper = Slots | Forget | Saved | Copied
 FromScriptKeeper = PartDone | CommitDone
 
 RECORD = "state"

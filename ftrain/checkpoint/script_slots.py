@@ -1,24 +1,38 @@
-"""The memory that a script's saves are copied into: two slots of shared memory, allocated once and used in turns."""
+"""The memory that a script's saves are copied into: two slots of shared memory, allocated once and used in turns.
+
+What may be copied later is copied by a thread of its own; until `finish` nobody may change it.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_name, slot_nbytes
-from ftrain.checkpoint.copy import CopyPair, copy_pairs, run_copy
+from ftrain.checkpoint.beside import Later
+from ftrain.checkpoint.copy import CopyPair, CopyRun, copy_pairs, copy_runs, run_copy
 from ftrain.checkpoint.saver import free_slot
 from ftrain.checkpoint.script_messages import KeeperStart
-from ftrain.device import pin
+from ftrain.device import enqueued, pin
 from ftrain.parallel.arrays import StatePiece
 from recovery.memory import check_fits, memfd, room
 from storage.pack import PackLayout
 
 SLOTS = 2
 POLL_S = 0.002
+
+
+class Copies(NamedTuple):
+    """Of one slot: what is copied at once, and what may be later. Valid while the tensors lie where they did."""
+
+    where: tuple[tuple[int, bool], ...]
+    now: list[CopyPair]
+    later: list[CopyRun]
 
 
 class ScriptSlots:
@@ -34,7 +48,9 @@ class ScriptSlots:
         self._slots = [ArenaSlot(fd, populate=True) for fd in self.fds.values()]
         self._payloads = [slot.prepare(layout) for slot in self._slots]
         self._pinned = False
-        self._pairs: list[tuple[tuple[int, ...], list[CopyPair]] | None] = [None] * SLOTS
+        self._copies: list[Copies | None] = [None] * SLOTS
+        self._pool: ThreadPoolExecutor | None = None  # of an overlapped copy, at most one at a time
+        self._copying: Future[str] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,33 +70,59 @@ class ScriptSlots:
             time.sleep(POLL_S)
         return True
 
-    def fill(self, pieces: Sequence[StatePiece], step: int) -> str:
-        """Copy the pieces into a free slot and publish it; returns its name."""
+    def fill(self, pieces: Sequence[StatePiece], step: int, later: Later | None = None) -> str:
+        """Copy the pieces into a free slot and publish it; returns its name. Pieces for which `later` is true are still being
+        copied then, until `finish`, and the slot completes itself.
+        """
         index = free_slot([slot.header() for slot in self._slots])
         assert index is not None, "wait_free comes first"
+        assert self._copying is None, "finish comes first"
         slot, start = self._slots[index], self._start
-        pairs = self._pairs_of(index, pieces)
-        slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world)
-        run_copy(pairs)
-        slot.complete(b"{}", upload=True)
+        copies = self._copies_of(index, pieces, later)
+        slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
+        run_copy(copies.now)
+        if copies.later:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="ftrain-copy")
+            done = enqueued(_device_of(pieces))
+            self._copying = self._pool.submit(_copy_later, slot, copies.later, done)
+        else:
+            slot.complete(b"{}", upload=True)
         return self.names[index]
 
-    def _pairs_of(self, index: int, pieces: Sequence[StatePiece]) -> list[CopyPair]:
+    def finish(self) -> str:
+        """Wait for what is still being copied. Returns what went wrong with it, if anything; the slot means nothing then."""
+        copying, self._copying = self._copying, None
+        return "" if copying is None else copying.result()
+
+    def _copies_of(self, index: int, pieces: Sequence[StatePiece], later: Later | None) -> Copies:
         """The views to copy between: as the last time, unless a tensor lies elsewhere now."""
-        where = tuple(piece.tensor.data_ptr() for piece in pieces)
-        known = self._pairs[index]
-        if known is None or known[0] != where:
-            device = next((piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"), torch.device("cpu"))
+        put_off = [later is not None and later(piece.tensor) for piece in pieces]
+        where = tuple((piece.tensor.data_ptr(), off) for piece, off in zip(pieces, put_off, strict=True))
+        known = self._copies[index]
+        if known is None or known.where != where:
             if not self._pinned:
                 self._pinned = True
                 for payload in self._payloads:
-                    pin(payload, device)
-            known = self._pairs[index] = (where, _pairs(self._payloads[index], self._layout, pieces))
-        return known[1]
+                    pin(payload, _device_of(pieces))
+            known = self._copies[index] = Copies(
+                where,
+                self._pairs(index, pieces, [not off for off in put_off]),
+                copy_runs(self._payloads[index], self._pairs(index, pieces, put_off)),
+            )
+        return known
+
+    def _pairs(self, index: int, pieces: Sequence[StatePiece], chosen: Sequence[bool]) -> list[CopyPair]:
+        parts = tuple(part for part, wanted in zip(self._layout.parts, chosen, strict=True) if wanted)
+        layout = PackLayout(self._layout.specs, parts, self._layout.nbytes)
+        return copy_pairs(
+            self._payloads[index], layout, [piece for piece, wanted in zip(pieces, chosen, strict=True) if wanted]
+        )
 
     def close(self) -> None:
         """Give the memory back; the keeper's own mapping holds what it still needs."""
-        self._pairs, self._payloads = [None] * SLOTS, []
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._copies, self._payloads = [None] * SLOTS, []
         for slot in self._slots:
             slot.close()
         for fd in self.fds.values():
@@ -88,5 +130,20 @@ class ScriptSlots:
         self._slots, self.fds = [], {}
 
 
-def _pairs(payload: object, layout: PackLayout, pieces: Sequence[StatePiece]) -> list[CopyPair]:
-    return copy_pairs(payload, layout, pieces)  # type: ignore[arg-type]
+def _device_of(pieces: Sequence[StatePiece]) -> torch.device:
+    """The accelerator that the state is on, or the CPU."""
+    return next((piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"), torch.device("cpu"))
+
+
+def _copy_later(slot: ArenaSlot, runs: Sequence[CopyRun], enqueued_is_done: Callable[[], None]) -> str:
+    """Copy and complete; returns what went wrong: an exception would keep this frame, and with it the slot's memory."""
+    try:
+        enqueued_is_done()
+        for run in runs:
+            run_copy(run.pairs)
+            slot.fill(run.filled)
+        slot.complete(b"{}", upload=True)
+    except Exception as error:
+        slot.forget()
+        return f"the copy failed: {type(error).__name__}: {error}"
+    return ""

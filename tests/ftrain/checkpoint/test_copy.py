@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrain.checkpoint.copy import _staged_pairs, copy_pairs, run_copy
+from ftrain.checkpoint import copy as copy_module
+from ftrain.checkpoint.copy import _staged_pairs, copy_pairs, copy_runs, run_copy
 from ftrain.parallel.arrays import StatePiece
 from storage.box import Box
 from storage.pack import ArraySpec, PartGeometry, plan_pack, seal, write_part
@@ -92,3 +93,30 @@ def test_the_staged_copy_of_a_gpu_leaves_no_stale_bytes_behind_an_edge() -> None
     seal(ours, layout)
     seal(theirs, layout)
     assert np.array_equal(ours, theirs)
+
+
+def test_after_each_run_what_it_vouches_for_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where weights are copied beside the masters that they are rounded from, and at the edges of an array."""
+    monkeypatch.setattr(copy_module, "RUN_BYTES", 64)
+    specs = {
+        name: ArraySpec(name=name, shape=(7, 10), dtype=dtype, tile=(2, 4))
+        for name, dtype in (("exp_avg/w", "float32"), ("master/w", "float32"), ("weights/w", "bfloat16"))
+    }
+    layout = plan_pack(specs, [(name, Box.whole(spec.shape)) for name, spec in specs.items()])
+    moment, master = torch.rand(7, 10) + 1, torch.rand(7, 10) + 1
+    pieces = [
+        StatePiece(part.array, part.box, moment if part.array == "exp_avg/w" else master, specs[part.array].dtype)
+        for part in layout.parts
+    ]
+    whole, growing = np.zeros(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
+    run_copy(copy_pairs(whole, layout, pieces))
+    runs = copy_runs(growing, copy_pairs(growing, layout, pieces))
+    said = []
+    for run in runs:
+        run_copy(run.pairs)
+        assert np.array_equal(growing[: run.filled], whole[: run.filled])
+        said.append(run.filled)
+    assert said == sorted(said)
+    assert len(set(said)) > 4
+    assert said[-1] == layout.nbytes
+    assert np.array_equal(growing, whole)

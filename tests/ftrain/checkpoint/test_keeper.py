@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,29 @@ def test_what_is_here_of_a_snapshot_is_stored_when_asked_for_though_other_ranks_
         keeper.store(StoreSnapshot(attempt=attempt, step=step))
     keeper.close()
     assert [(type(answer), answer.step) for answer in said if not isinstance(answer, Owed)] == [(PackStored, 3)]
+
+
+def test_a_snapshot_announced_twice_is_stored_once_and_one_whose_copy_died_never(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftrain.checkpoint.stream.STALL_S", 0.05)
+    said: list[KeeperMessage] = []
+    store = MemoryStore()
+    keeper = Keeper(lambda: store, said.append)
+    slot = ArenaSlot(fd)
+    slot.prepare(LAYOUT)
+    slot.begin(epoch=0, attempt=0, step=3, rank=0, world=1, upload=True)
+    keeper.adopt("ours", fd)  # as a keeper that replaces another one finds it
+    keeper.snapshot_ready("ours")
+    slot.complete(b'{"step":3}', upload=True)
+    keeper.snapshot_ready("ours")
+    while not said:
+        threading.Event().wait(0.01)
+    slot.upload_ended()
+    slot.begin(epoch=0, attempt=0, step=4, rank=0, world=1, upload=True)
+    keeper.snapshot_ready("ours")
+    keeper.close()
+    (stored,) = said
+    assert isinstance(stored, PackStored)
+    assert (stored.step, stored.progress) == (3, {"step": 3})
+    assert [info.key for info in store.list("")] == ["checkpoints/step-00000003/e0000-a0000-r00000.pack"]

@@ -155,3 +155,15 @@ def test_a_restart_of_the_same_layout_keeps_the_snapshot(memfds: list[int]) -> N
     saver([ArenaSlot(memfds[0])], attempt=1)
     assert slots[0].header().step == 5
     assert slots[0].header().state is SlotState.COMPLETE
+
+
+@pytest.mark.parametrize(("early", "upload", "expected"), [(True, True, 2), (True, False, 1), (False, True, 1)])
+def test_the_keeper_is_told_when_a_copy_begins_if_it_may_work_behind_it(
+    memfds: list[int], early: bool, upload: bool, expected: int
+) -> None:
+    slot, told = ArenaSlot(memfds[0]), list[SlotHeader]()
+    ours = Saver([("s", slot)], layout(), identity=(1, 0, 0, 1), announce=lambda name: told.append(slot.header()), early=early)
+    ours.save([piece(1.0)], step=3, upload=upload, progress={})
+    assert len(told) == expected
+    assert [header.state for header in told] == [SlotState.FILLING, SlotState.COMPLETE][-expected:]
+    assert {header.upload for header in told} == {Upload.WANTED if upload else Upload.NONE}

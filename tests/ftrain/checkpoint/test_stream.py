@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ftrain.checkpoint import stream as module
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
-from ftrain.checkpoint.stream import SlotStream
+from ftrain.checkpoint.stream import SlotStream, SnapshotLostError
 from storage import sealing as sealing_module
 from storage.box import Box
 from storage.digest import digest_part
@@ -97,4 +98,58 @@ def test_a_snapshot_taken_over_a_slot_that_is_still_being_streamed_is_not_vouche
         next(iter(stream))
         fill(slot, 8, LAYOUT)
     assert slot.header().step == 8
+    assert not slot.header().sealed
+
+
+def begin(slot: ArenaSlot, step: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """A snapshot whose copy has begun; returns what will have been copied."""
+    slot.begin(epoch=1, attempt=0, step=step, rank=0, world=1, upload=True)
+    return np.random.default_rng(step).integers(0, 255, LAYOUT.nbytes, dtype=np.uint8)
+
+
+def test_a_stream_follows_the_copy_and_ends_with_it(slot: ArenaSlot) -> None:
+    values = begin(slot, 8)
+    taken, blocks = threading.Semaphore(0), list[bytes]()
+
+    def read() -> None:
+        with SlotStream(slot) as stream:
+            for block in stream:
+                blocks.append(bytes(block))
+                taken.release()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    payload = slot.payload()
+    payload[:300] = values[:300]
+    slot.fill(300)
+    assert taken.acquire(timeout=60)  # the first block left while the rest was not there
+    assert len(blocks) < LAYOUT.nbytes // 100
+    payload[300:] = values[300:]
+    slot.fill(LAYOUT.nbytes)  # all is copied, but nobody has said that it belongs together
+    assert not slot.header().sealed
+    slot.complete(b"{}", upload=True)
+    reader.join(60)
+    data = np.frombuffer(b"".join(blocks), np.uint8)
+    assert check(data, LAYOUT) == []
+    np.testing.assert_array_equal(data, slot.payload())
+    assert slot.header().sealed
+
+
+@pytest.mark.parametrize("ends", ["stalls", "forgotten", "another"])
+def test_the_last_block_of_a_snapshot_that_does_not_become_whole_never_leaves(
+    slot: ArenaSlot, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(module, "STALL_S", 0.05 if ends == "stalls" else 60)
+    begin(slot, 8)
+    slot.fill(LAYOUT.nbytes)
+    left = list[int]()
+    with SlotStream(slot) as stream:
+        if ends == "forgotten":
+            slot.forget()
+        elif ends == "another":
+            begin(slot, 9)
+        with pytest.raises(SnapshotLostError):
+            left.extend(len(block) for block in stream)
+        assert stream.lost
+    assert sum(left) < LAYOUT.nbytes
     assert not slot.header().sealed

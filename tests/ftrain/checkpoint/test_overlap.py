@@ -1,0 +1,195 @@
+"""Saves that return before their copy: what waits for it, what is never put off, what is refused, and what a kill leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain
+from ftrain.checkpoint import script_slots
+from ftrain.checkpoint.checkpointer import Checkpointer
+from ftrain.checkpoint.copy import CopyPair, run_copy
+from ftrain.checkpoint.record import StateError
+from ftrain.checkpoint.script_slots import ScriptSlots
+from storage.local import LocalStore
+from storage.run import RunStore
+
+
+def state_of() -> dict[str, Any]:
+    """A model with parameters and buffers, an optimizer that has stepped, and an average that somebody else changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "average": torch.zeros(30, 40)}
+    forward_backward(state)
+    optimizer.step()
+    return state
+
+
+def forward_backward(state: dict[str, Any]) -> None:
+    """Changes gradients, and the running statistics of the normalization."""
+    state["optimizer"].zero_grad()
+    state["model"](torch.randn(8, 40)).square().mean().backward()
+
+
+class Held:
+    """The copy beside training stands still until somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits = 0
+        self._may_go = threading.Event()
+        self._finish = ScriptSlots.finish
+        monkeypatch.setattr(script_slots, "run_copy", self.copy)
+        monkeypatch.setattr(ScriptSlots, "finish", lambda slots: self.finish(slots))
+
+    def copy(self, pairs: list[CopyPair]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert self._may_go.wait(60)
+        run_copy(pairs)
+
+    def finish(self, slots: ScriptSlots) -> str:
+        self.waits += slots._copying is not None
+        self._may_go.set()
+        problem = self._finish(slots)
+        self._may_go.clear()
+        return problem
+
+
+@pytest.mark.parametrize("steps_by", ["optimizer", "wait_copied", "next save"])
+def test_what_is_stored_is_the_state_at_the_call_although_it_changes_right_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_by: str
+) -> None:
+    state = state_of()
+    blocking = Checkpointer(str(tmp_path / "blocking"))
+    blocking.load(state)
+    blocking.save(1, state)
+    blocking.close()
+    held = Held(monkeypatch)
+    overlapped = Checkpointer(str(tmp_path / "overlapped"), overlap=True)
+    overlapped.load(state)
+    overlapped.save(1, state)
+    assert held.waits == 0
+    forward_backward(state)  # buffers change beside the copy
+    state["average"].fill_(7)
+    if steps_by == "optimizer":
+        state["optimizer"].step()
+    elif steps_by == "wait_copied":
+        assert overlapped.wait_copied() >= 0
+        assert overlapped.wait_copied() == 0
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.zero_()
+    else:
+        overlapped.save(2, state)
+    assert held.waits == 1
+    overlapped.close()
+    state["optimizer"].step()  # the hooks are gone
+    assert held.waits == (2 if steps_by == "next save" else 1)
+    expected, found = (RunStore(LocalStore(str(tmp_path / name))).open(1) for name in ("blocking", "overlapped"))
+    assert found.verify().ok
+    assert found.manifest.digests == expected.manifest.digests
+    assert len(found.manifest.digests) == 20  # 4 parameters, 3 buffers, 3 of the optimizer for each parameter, the average
+
+
+def test_an_optimizer_that_is_loaded_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of()
+    held = Held(monkeypatch)
+    checkpointer = Checkpointer(str(tmp_path), overlap=True)
+    checkpointer.load(state)
+    checkpointer.save(1, state)
+    state["optimizer"].load_state_dict(state["optimizer"].state_dict())
+    assert held.waits == 1
+    checkpointer.close()
+
+
+def test_a_state_that_nobody_could_wait_for_is_refused_before_training(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(10)}
+    checkpointer = Checkpointer(str(tmp_path), overlap=True)
+    with pytest.raises(StateError, match=r'the state has none: put it in, or say overlap="manual" and call wait_copied'):
+        checkpointer.load(state)
+    checkpointer.close()
+    with pytest.raises(ValueError, match='True, False, or "manual"'):
+        Checkpointer(str(tmp_path), overlap="always")  # type: ignore[arg-type]
+
+
+def test_manual_puts_off_everything_until_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.zeros(300, 300), "scalar": torch.tensor(3.0)}
+    held = Held(monkeypatch)
+    checkpointer = Checkpointer(str(tmp_path), overlap="manual")
+    checkpointer.load(state)
+    for step in (1, 2, 3):
+        state["w"].fill_(step)
+        checkpointer.save(step, state)
+        checkpointer.wait_copied()
+        state["w"].fill_(-1)
+    assert checkpointer.wait() == 3
+    checkpointer.close()
+    assert held.waits == 3
+    run = RunStore(LocalStore(str(tmp_path)))
+    assert [float(run.open(step).read("w").max()) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_copy_that_fails_is_that_saves_failure_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of()
+    checkpointer = Checkpointer(str(tmp_path), overlap=True, on_error="raise")
+    checkpointer.load(state)
+    with monkeypatch.context() as patched:
+
+        def fails(pairs: list[CopyPair]) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise MemoryError("no page")
+
+        patched.setattr(script_slots, "run_copy", fails)
+        checkpointer.save(1, state)
+        state["optimizer"].step()
+    with pytest.raises(ftrain.SaveError, match=r"step 1 is not saved: .*the copy failed: MemoryError: no page"):
+        checkpointer.wait()
+    checkpointer.save(2, state)
+    assert checkpointer.wait() == 2
+    checkpointer.close()
+
+
+SCRIPT = """
+import os, threading, torch, ftrain
+from ftrain.checkpoint import script_slots
+from ftrain.checkpoint.copy import run_copy
+model = torch.nn.Linear(2000, 1000)
+optimizer = torch.optim.AdamW(model.parameters())
+state = {{"model": model, "optimizer": optimizer}}
+def step():
+    optimizer.zero_grad(); model(torch.ones(2, 2000)).square().mean().backward(); optimizer.step()
+step()
+c = ftrain.Checkpointer({folder!r}, overlap=True)
+c.load(state); c.save(1, state); c.wait()
+torch.nn.init.ones_(model.weight)
+if {in_the_copy}:
+    def stuck(pairs):
+        if threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), 9)
+        run_copy(pairs)
+    script_slots.run_copy = stuck
+c.save(2, state)
+step()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("in_the_copy", "newest"), [pytest.param(True, 1, marks=pytest.mark.slow), (False, 2)])
+def test_what_a_kill_leaves(tmp_path: Path, in_the_copy: bool, newest: int) -> None:
+    """In the copy: nothing of it. Right after the next step: all of it, as it was before that step."""
+    script = SCRIPT.format(folder=str(tmp_path), in_the_copy=in_the_copy)
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    assert done.returncode == -9, done.stderr
+    run = RunStore(LocalStore(str(tmp_path)))  # the keeper has left: it holds the same stderr
+    assert run.open().step == newest, done.stderr
+    assert not list(tmp_path.glob(f"checkpoints/step-{newest + 1:08d}/*.pack"))
+    weight = run.open().read("model/weight")
+    assert bool((weight == 1).all()) == (newest == 2)
