@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import time
+from types import FrameType
 
 import msgspec
 
@@ -22,6 +25,7 @@ from recovery.wire import Channel, channel
 STEP = "step"
 MAX_QUEUED_BYTES = 1 << 20
 AHEAD = 2
+SCHEDULED = "SLURM_JOB_ID"
 
 
 class StepTold(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -52,9 +56,22 @@ class StateStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     error: str = ""
 
 
-Told = StepTold | StateLoaded | StateStored
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """`progress` has told the script that `step`, which it has finished, is its last."""
+
+    step: int
+
+
+class LeaveAfter(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """From the supervisor, to ranks on several nodes: the last step of all of them."""
+
+    step: int
+
+
+Told = StepTold | StateLoaded | StateStored | Leaving
 
 decode_told = msgspec.json.Decoder(Told).decode
+decode_asked = msgspec.json.Decoder(LeaveAfter).decode
 
 
 class StopStep:
@@ -96,7 +113,9 @@ class Reporter:
         """Take over the inherited descriptors."""
         self._heartbeat = HeartbeatWriter(link.heartbeat, link.index, rank=link.rank, attempt=link.attempt)
         self._control = ControlReader(link.control)
-        self._stop = StopStep(link)
+        self._stop, self._several_nodes = StopStep(link), link.several_nodes
+        self._last_step: int | None = None  # of all nodes
+        self._leaving = False
         self._channel: Channel[ToWorkerProcess] = channel(socket.socket(fileno=link.channel), ToWorkerProcess)
         for fd in (link.heartbeat, link.control):
             os.close(fd)
@@ -105,6 +124,20 @@ class Reporter:
         self._since = time.time()
         self._saving_s = 0.0
         claim_stacks()
+        self._claim_term()
+
+    def _claim_term(self) -> None:
+        """A scheduler that takes a node away sends SIGTERM to every process there. The first one is left to the supervisor,
+        which hears of it too and says after which step all ranks leave; the second one ends this process as usual.
+        """
+        scheduled = SCHEDULED in os.environ and threading.current_thread() is threading.main_thread()
+        if scheduled and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self.ours:  # a data loader's process: whoever ends it means it
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def ours(self) -> bool:
@@ -118,12 +151,29 @@ class Reporter:
         saving_s, self._saving_s = self._saving_s, 0.0
         told = StepTold(step=step, t_begin=begin, t_end=self._since, loss=loss, tokens=tokens, saving_s=saving_s)
         self.send(told)
-        return self._control.stop and self._stop.reached(step)
+        return self._leaves(step)
 
     def enter(self, phase: str) -> bool:
         """Something other than a step has begun; whether the run is to stop."""
         self._heartbeat.beat(phase)
-        return self._control.stop and self._stop.reached(self._heartbeat.step)
+        return self._leaves(self._heartbeat.step)
+
+    def _leaves(self, step: int) -> bool:
+        """Whether `step`, which is finished, was the last one."""
+        if self._several_nodes:
+            self._listen()
+            leaves = self._last_step is not None and step >= self._last_step
+        else:
+            leaves = self._control.stop and self._stop.reached(step)
+        if leaves and not self._leaving:
+            self._leaving = True
+            self.send(Leaving(step=step))
+        return leaves
+
+    def _listen(self) -> None:
+        for frame in self._channel.read():
+            asked = decode_asked(frame.message.payload)
+            self._last_step = asked.step if self._last_step is None else self._last_step
 
     def loaded(self, step: int) -> None:
         """The state of `step` is there: what follows is steps."""

@@ -65,6 +65,7 @@ from recovery.messages import (
     ToWorker,
     ZygoteReady,
 )
+from recovery.ports import free_port
 from recovery.spec import AgentSpec
 from recovery.uplink import Uplink
 from recovery.wire import MAX_DESCRIPTORS, Frame
@@ -319,10 +320,19 @@ class Agent:
             self._open_meeting(self.crew)
 
     def _open_meeting(self, crew: Crew) -> None:
-        """Bound here and handed to rank 0 as a descriptor: nobody can take the port in between."""
-        with socket.create_server((self.spec.host, 0), backlog=4096) as listener:
-            port = listener.getsockname()[1]
-            crew.launch({"host": self.spec.host, "port": port}, listener.fileno())
+        """Bound here and handed to rank 0 as a descriptor: nobody can take the port in between. A program that cannot take it
+        is told of a port that is free now."""
+        if crew.start.ports is not None:
+            try:
+                port = free_port(self.spec.host, crew.start.ports, start=os.getpid() + crew.attempt)
+            except OSError as error:
+                crew.not_launched(str(error))
+                return
+            crew.launch({"host": self.spec.host, "port": port}, None)
+        else:
+            with socket.create_server((self.spec.host, 0), backlog=4096) as listener:
+                port = listener.getsockname()[1]
+                crew.launch({"host": self.spec.host, "port": port}, listener.fileno())
         if self.spec.control:
             self.report(Meeting(attempt=crew.attempt, host=self.spec.host, port=port))
 

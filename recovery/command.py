@@ -38,6 +38,15 @@ class CommandArgs(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     cwd: str
     environment: dict[str, str | None] = {}
+    several_nodes: bool = False
+    host: str = ""
+    """Where rank 0 is to listen, if the ranks meet; the agent of its node says so."""
+    port: int = 0
+
+    def variables(self) -> dict[str, str | None]:
+        """All of the environment that is set or unset."""
+        meeting = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)} if self.port else {}
+        return {**self.environment, **meeting}
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +61,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     folder: str
     """Where the attempt's logs are: the ranks of this node share it."""
+    several_nodes: bool = False
+    """Whether there are ranks on other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,10 @@ def become(fork: Fork, channel: Channel[ToWorkerProcess], fds: Mapping[str, int]
         rank=fork.rank,
         attempt=fork.attempt,
         folder=os.path.dirname(fork.error_file),
+        several_nodes=args.several_nodes,
     )
     environment = {**os.environ, LINK: msgspec.json.encode(link).decode()}
-    for name, value in args.environment.items():
+    for name, value in args.variables().items():
         environment.pop(name, None)
         if value is not None:
             environment[name] = value

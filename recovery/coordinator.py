@@ -274,6 +274,7 @@ class Coordinator:
                 workers=plan.workers,
                 rendezvous=plan.rendezvous,
                 memo=plan.memo,
+                ports=plan.ports,
             )
         )
 

@@ -135,6 +135,11 @@ class Crew:
         for worker in self.workers.values():
             self._request(worker, meeting, listener_fd if worker.spec.rank == 0 else None)
 
+    def not_launched(self, reason: str) -> None:
+        """None of them can be started."""
+        for rank in self.workers:
+            self.never_started(rank, reason)
+
     def _request(self, worker: Worker, meeting: dict[str, Any], listener_fd: int | None) -> None:
         around, spec = self._around, worker.spec
         ours, theirs = socket_pair()

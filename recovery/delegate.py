@@ -43,7 +43,9 @@ class AttemptPlan:
     release: tuple[str, ...] = ()
     """Memory areas that are not needed any more."""
     rendezvous: bool = True
-    """Whether the workers need a listening port to meet (`port` in their args, the listener in rank 0)."""
+    """Whether the workers need a listening port to meet (`host` and `port` in their args, the listener in rank 0)."""
+    ports: tuple[int, int] | None = None
+    """First and last of the ports of which rank 0 opens one itself, if it cannot take a listener."""
     decided: tuple[Event, ...] = ()
     """For the ledger, before anything of this plan is carried out."""
     memo: bytes = b""

@@ -80,6 +80,8 @@ class StartAttempt(Message, frozen=True, kw_only=True):
     rendezvous: bool = False
     meet: tuple[str, int] | None = None
     """Where another node's agent listens for this attempt; None: this agent opens the port, and says where (Meeting)."""
+    ports: tuple[int, int] | None = None
+    """First and last of the ports of which rank 0 opens one itself; None: the agent opens one, and rank 0 gets the listener."""
     memo: bytes = b""
 
 

@@ -6,6 +6,7 @@ import fcntl
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 IFREQ = struct.Struct("16s24x")  # struct ifreq: the name, then a sockaddr
@@ -27,6 +28,21 @@ def first_present(text: str) -> str:
     return next((name for name in names if name in known), names[0] if names else "")
 
 
+def usual_names() -> list[str]:
+    """The interfaces of this machine, the most likely one for traffic between machines first: that of the default route, then
+    every other one, loopback last."""
+    known = [name for _, name in socket.if_nameindex()]
+    routed = _default_routes(Path("/proc/net/route").read_text())
+    return sorted(known, key=lambda name: (name == "lo", routed.index(name) if name in routed else len(routed)))
+
+
+def _default_routes(table: str) -> list[str]:
+    """Interfaces with a default route, the cheapest first, from the text of /proc/net/route."""
+    rows = [line.split() for line in table.splitlines()[1:]]
+    found = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
+    return [name for _, name in sorted(found)]
+
+
 def interface_address(names: Sequence[str]) -> tuple[str, str]:
     """The first of these interfaces that this machine has, and its IPv4 address."""
     found = (((name, _address(name))) for name in names)
@@ -34,7 +50,9 @@ def interface_address(names: Sequence[str]) -> tuple[str, str]:
         if address is not None:
             return name, address
     known = ", ".join(name for _, name in socket.if_nameindex())
-    raise NoInterfaceError(f"no IPv4 address on {' or '.join(names)}; this machine has {known}: set machine.interface")
+    raise NoInterfaceError(
+        f"no IPv4 address on {' or '.join(names)}; this machine has {known}: name one of them (machine.interface, --interface)"
+    )
 
 
 def _address(name: str) -> str | None:

@@ -60,6 +60,12 @@ def batch_file(job: Job, argv: Sequence[str]) -> str:
     return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(argv)}", ""])
 
 
+def container_options(image: str, mounts: Sequence[str]) -> list[str]:
+    """Options of Pyxis; none without an image."""
+    found = [f"--container-image={image}"] if image else []
+    return found + ([f"--container-mounts={','.join(mounts)}"] if mounts else [])
+
+
 def node_command(
     argv: Sequence[str], *, nodes: int, image: str = "", mounts: Sequence[str] = (), options: Sequence[str] = ()
 ) -> list[str]:
@@ -67,8 +73,7 @@ def node_command(
 
     The numbers are given outright: a range of nodes (`--nodes=1-N`) without a number of tasks ends slurmctld 22.05.
     """
-    container = [f"--container-image={image}"] if image else []
-    container += [f"--container-mounts={','.join(mounts)}"] if mounts else []
+    container = container_options(image, mounts)
     fixed = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--cpu-bind=none"]
     return ["srun", *fixed, f"--nodes={nodes}", f"--ntasks={nodes}", *container, *options, *argv]
 

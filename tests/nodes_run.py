@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -17,11 +18,22 @@ from recovery.client import NotRunningError, ask
 from tests.runs import FTRAIN, TinyRun
 
 
+class Joinable(Protocol):
+    """A run that nodes can join: a tiny one of a config, or a supervised command."""
+
+    folder: Path
+    env: dict[str, str]
+
+    @property
+    def local(self) -> Path:
+        """Its local folder."""
+
+
 @dataclass(kw_only=True)
 class NodesRun:
     """A run and its nodes. `inside`: the command that enters a node's namespace."""
 
-    run: TinyRun
+    run: Joinable
     inside: Callable[[str], Sequence[str]] = lambda node: ()
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -70,7 +82,7 @@ class NodesRun:
 
 
 @contextlib.contextmanager
-def nodes_run(run: TinyRun, *names: str, inside: Callable[[str], Sequence[str]] = lambda node: ()) -> Iterator[NodesRun]:
+def nodes_run(run: Joinable, *names: str, inside: Callable[[str], Sequence[str]] = lambda node: ()) -> Iterator[NodesRun]:
     """A run whose nodes have been offered; it is not yet started."""
     nodes = NodesRun(run=run, inside=inside)
     try:

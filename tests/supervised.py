@@ -37,10 +37,15 @@ class Supervised:
 
     folder: Path
     process: subprocess.Popen[str]
+    env: dict[str, str]
 
     @property
     def url(self) -> str:
         return str(self.folder / "run")
+
+    @property
+    def local(self) -> Path:
+        return self.folder / "run" / "local"
 
     def events(self, kind: type[E]) -> list[E]:
         """The ledger's events of one kind."""
@@ -70,9 +75,10 @@ class Supervised:
         found: dict[int, int] = until(look, "workers")
         return found
 
-    def log(self, attempt: int = 0, rank: int = 0) -> str:
-        """What a rank wrote."""
-        path = Path(self.url) / "local" / "logs" / f"attempt-{attempt:04d}" / f"rank-{rank:05d}.log"
+    def log(self, attempt: int = 0, rank: int = 0, node: str = "") -> str:
+        """What a rank wrote, on whatever node."""
+        folder = self.local / "nodes" / node if node else self.local
+        path = folder / "logs" / f"attempt-{attempt:04d}" / f"rank-{rank:05d}.log"
         return path.read_text() if path.exists() else ""
 
     def wait(self) -> tuple[int, str, str]:
@@ -88,7 +94,7 @@ def supervised(folder: Path, *words: str, env: dict[str, str] | None = None) -> 
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment)
     try:
-        yield Supervised(folder, process)
+        yield Supervised(folder, process, env or {})
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -9,13 +9,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftrain.cli import render
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from ftrain.compose.command_launch import CommandLaunch
 
 
 @click.command(context_settings={"allow_interspersed_args": False})  # the rest belongs to the command
@@ -37,66 +40,107 @@ from recovery.codes import ExitCode
 @click.option("--start-s", type=float, help="Longest time to the first report of progress (default: no limit).")
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Time to stop when asked to, before SIGKILL.")
 @click.option("--max-restarts", type=int, default=3, show_default=True, help="Restarts without a new highest step.")
-@click.option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the processes.")
+@click.option(
+    "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines, each with --nproc processes."
+)
+@click.option(
+    "--min-nodes", type=click.IntRange(min=1), help="Go on with so many machines if no more are there (default: all)."
+)
+@click.option("--nodes-s", type=float, default=600.0, show_default=True, help="Longest wait for machines.")
+@click.option("--lease-s", type=float, default=60.0, show_default=True, help="A machine is lost after so long a silence.")
+@click.option("--interface", default="", help="Network interface between machines, or several: the first that each has.")
+@click.option("--port", type=int, default=0, help="Port of the supervisor for the other machines (default: any).")
+@click.option(
+    "--srun", multiple=True, metavar="OPTION", help="In a Slurm job: a further option of the srun that starts the nodes."
+)
+@click.option("--requeue", is_flag=True, help="In a Slurm job: go back into the queue when the scheduler ends the run.")
+@click.option("--master-addr", default="", help="MASTER_ADDR on one machine (default: 127.0.0.1).")
 @click.option("--master-port", type=int, default=0, help="MASTER_PORT (default: another free one at each start).")
 @click.option("--webhook", default="", metavar="URL", help="Called with the packet when the run stops for a person.")
 @click.option("--take-over", is_flag=True, help="Take the run from an owner on another host that is gone for good.")
-def supervise(command: tuple[str, ...], url: str, nproc: int | None, hang_s: float | None, **given: Any) -> None:
+def supervise(**given: Any) -> None:
     """Run COMMAND, watch it, find out what ended it, and start it again if that can help.
 
     The command is started as it stands; what it saves and loads is its own affair. If it calls
     `ftrain.progress(step)`, or a --progress-pattern finds its steps, hangs are noticed and the report counts steps.
     `ftrain status|stop|report DIR` work on the run's folder. SIGTERM and Ctrl-C ask the command to stop.
 
+    With --nnodes the run's folder is one that all machines see. In a Slurm job this is started once, in the batch script,
+    and starts the rest; elsewhere `ftrain join DIR/local` offers each machine, this one too.
+
     \b
     Examples:
       ftrain supervise -- python train.py --lr 1e-3
       ftrain supervise --nproc 4 --run runs/mine -- python train.py
+      ftrain supervise --nnodes 2 --nproc 8 --run /shared/runs/mine -- python train.py
     """
-    from ftrain.compose.command import CommandLaunch
-    from ftrain.compose.supervise import prepare, run_url
+    from ftrain.compose.supervise import prepare
 
-    patterns = tuple(given.pop("patterns"))
-    run = run_url(url, command)
-    launch = CommandLaunch(
-        url=run,
-        argv=command,
-        cwd=os.getcwd(),
-        nproc=nproc or 0,
-        patterns=patterns,
-        hang_s=hang_s or 600.0,
-        output_is_progress=hang_s is not None and not patterns,
-        openblas_threads=os.environ.get("OPENBLAS_NUM_THREADS"),
-        command=shlex.join(["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]])
-        if "supervise" in sys.argv
-        else "",
-        **given,
-    )
+    command = ["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]] if "supervise" in sys.argv else []
+    launch = launch_of(given, shlex.join(command))
     with told():
         folder = prepare(launch)
-    sys.exit(run_supervised(folder, run))
+    sys.exit(run_supervised(folder, launch))
 
 
-def run_supervised(folder: Path, url: str) -> int:
+def launch_of(given: dict[str, Any], command: str) -> CommandLaunch:
+    """What the options and the words after them mean; `command`: all of it, as it was typed."""
+    from ftrain.compose.command_launch import CommandLaunch
+    from ftrain.compose.supervise import run_url
+
+    rest = {name: value for name, value in given.items() if name not in ("command", "url", "hang_s", "nnodes")}
+    patterns, hang_s, nnodes = tuple(given["patterns"]), given["hang_s"], given["nnodes"]
+    return CommandLaunch(
+        **{
+            **rest,
+            "url": run_url(given["url"], given["command"]),
+            "argv": given["command"],
+            "cwd": os.getcwd(),
+            "nproc": given["nproc"] or 0,
+            "nnodes": nnodes if nnodes > 1 else 0,
+            "min_nodes": given["min_nodes"] or 0,
+            "patterns": patterns,
+            "hang_s": hang_s or 600.0,
+            "output_is_progress": hang_s is not None and not patterns,
+            "openblas_threads": os.environ.get("OPENBLAS_NUM_THREADS"),
+            "command": command,
+        }
+    )
+
+
+def run_supervised(folder: Path, launch: CommandLaunch) -> int:
     """Keep a coordinator alive until the command is done, and show what rank 0 writes meanwhile."""
-    from ftrain.compose.supervise import coordinator_argv
+    from ftrain.compose.slurm import requeue_if_asked
+    from ftrain.compose.supervise import coordinator_argv, nodes_of_job
     from recovery.launch import supervise as keep_alive
 
-    view = Echo(folder)
-    code = keep_alive(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=view.tick)
+    view, nodes = Echo(folder, several_nodes=launch.nnodes > 0), nodes_of_job(folder, launch)
+
+    def tick() -> None:
+        view.tick()
+        if nodes is not None:
+            nodes.tick()
+
+    try:
+        code = keep_alive(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick)
+    finally:
+        if nodes is not None:
+            nodes.close()
     view.tick()
+    if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
+        render.note(f"ftrain: {done}")
     if code not in (ExitCode.DONE, ExitCode.STOPPED):
-        render.note(f"ftrain: logs are in {folder / 'logs'}; `ftrain report {shlex.quote(url)}` explains each attempt")
+        render.note(f"ftrain: logs are in {folder / 'logs'}; `ftrain report {shlex.quote(launch.url)}` explains each attempt")
     return code
 
 
 class Echo:
     """What rank 0 writes on stdout, what the supervisor does on stderr."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, several_nodes: bool) -> None:
         from ftrain.compose.ledgers import LedgerTail
 
-        self._folder = folder
+        self._folder, self._several_nodes = folder, several_nodes
         self._ledger = LedgerTail(folder / "ledger")
         self._position = 0
         self._log: Path | None = None
@@ -104,12 +148,14 @@ class Echo:
     def tick(self) -> None:
         """Show what is new."""
         from ftrain.cli.live_view import sentence
+        from ftrain.compose.nodes import node_dir
         from recovery import events, paths
 
         self._copy()
         for event in self._ledger.new():
             if isinstance(event, events.AttemptStarted):
-                self._log, self._position = paths.rank_log(self._folder, event.attempt, 0), 0
+                folder = node_dir(self._folder, event.nodes[0]) if self._several_nodes else self._folder
+                self._log, self._position = paths.rank_log(folder, event.attempt, 0), 0
             line = sentence(event)
             if line and not isinstance(event, events.Ready):
                 render.note(f"ftrain: {line}")

@@ -7,17 +7,20 @@ from whatever it saved itself.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ftrain.compose.command_launch import CommandLaunch, environment
+from ftrain.compose.command_leave import Leave
+from ftrain.compose.command_nodes import CommandNodes
+from ftrain.compose.endwatch import EndWatch
+from ftrain.compose.nodes import node_dir
 from ftrain.compose.patterns import LogTail, Seen, compiled, seen_in
-from ftrain.supervised import StateLoaded, StateStored, StepTold, Told, decode_told
+from ftrain.supervised import Leaving, StateLoaded, StateStored, StepTold, Told, decode_told
 from recovery import events, paths
 from recovery.command import COMMAND, CommandArgs
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Delegate, Links
@@ -26,43 +29,20 @@ from recovery.files import replace_file
 from recovery.heartbeat import Beat
 from recovery.messages import WorkerSpec
 from recovery.owner import this_process
+from recovery.places import Place
+from recovery.state import RunState
 
 OUTPUT = "output"
-PORTS = range(20_000, 32_000)  # below the kernel's own choices: nobody gets one of them by accident
-
-
-class CommandLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What `ftrain supervise` wants, as the coordinator reads it at each of its starts. `nproc` 0: one process, which gets no
-    variables of a rank. Times in seconds."""
-
-    url: str
-    argv: tuple[str, ...]
-    cwd: str
-    nproc: int = 0
-    patterns: tuple[str, ...] = ()
-    hang_s: float = 600.0
-    start_s: float | None = None
-    output_is_progress: bool = False
-    stop_s: float = 60.0
-    max_restarts: int = 3
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    openblas_threads: str | None = None
-    take_over: bool = False
-    webhook: str = ""
-    command: str = ""
-
-    @property
-    def ranks(self) -> int:
-        """Processes of an attempt."""
-        return max(1, self.nproc)
 
 
 class CommandDelegate(Delegate):
     """Plans attempts of a command and turns what it says into events. Used by the coordinator's one thread."""
 
-    def __init__(self, launch: CommandLaunch, folder: Path) -> None:
-        self._launch, self._folder = launch, folder
+    def __init__(self, launch: CommandLaunch, folder: Path, endwatch: EndWatch) -> None:
+        self._launch, self._folder, self._endwatch = launch, folder, endwatch
+        self._nodes = CommandNodes(launch)
+        self._leave = Leave(lambda rank, payload: self.links.to_worker(rank, payload))
+        self._running = False
         self._patterns = compiled(launch.patterns)
         self._links: Links | None = None
         self._epoch = 0
@@ -81,6 +61,12 @@ class CommandDelegate(Delegate):
         """Counts the coordinators of this run."""
         return self._epoch
 
+    @property
+    def links(self) -> Links:
+        """What may be done to the run."""
+        assert self._links is not None, "begin comes first"
+        return self._links
+
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
         """Take the next epoch."""
         self._links = links
@@ -91,45 +77,84 @@ class CommandDelegate(Delegate):
         started = events.RunStarted(
             t=now,
             run_id=self._launch.url,
-            config={"command": list(self._launch.argv), "nproc": self._launch.nproc},
-            layout=self._layout(),
+            config={"command": list(self._launch.argv), "nproc": self._launch.nproc, "nnodes": self._launch.nnodes},
+            layout=self._nodes.layout(),
             owner=msgspec.to_builtins(this_process()),
             epoch=self._epoch,
             readopted=resumed,
         )
         return [started, events.EpochTaken(t=now, epoch=self._epoch)]
 
-    def _layout(self) -> str:
-        launch = self._launch
-        program = " ".join(launch.argv[:3])
-        return program if launch.nproc == 0 else f"{launch.nproc} x {program}"
+    def recall(self, state: RunState) -> None:
+        """Which nodes an earlier attempt had: their ranks stay where they were, if they can."""
+        self._nodes.adopt(state.nodes, running=False)
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
-        """The command once more, on a port that no earlier attempt has used."""
+        """The command once more, to meet on a port that no earlier attempt has used."""
+        launch, decided = self._launch, self._nodes.settle(self.links.places())
         self._begin_attempt(attempt)
-        launch = self._launch
-        port = launch.master_port or free_port(launch.master_addr, start=os.getpid() + attempt)
         arguments = msgspec.to_builtins(
-            CommandArgs(argv=launch.argv, cwd=launch.cwd, environment={"OPENBLAS_NUM_THREADS": launch.openblas_threads})
+            CommandArgs(
+                argv=launch.argv,
+                cwd=launch.cwd,
+                environment={"OPENBLAS_NUM_THREADS": launch.openblas_threads},
+                several_nodes=self._nodes.count > 1,
+            )
         )
         workers = tuple(
-            WorkerSpec(rank=rank, entry=COMMAND, args=arguments, env=environment(launch, rank, attempt, port))
-            for rank in range(launch.ranks)
+            WorkerSpec(rank=rank, entry=COMMAND, args=arguments, env=environment(launch, rank, self._nodes.count, attempt))
+            for rank in range(self._nodes.ranks)
         )
         return AttemptPlan(
-            layout=self._layout(), workers=workers, source="storage" if attempt else "init", memfds={}, rendezvous=False
+            layout=self._nodes.layout(),
+            workers=workers,
+            source="storage" if attempt else "init",
+            memfds={},
+            rendezvous=launch.nproc > 0,
+            ports=launch.ports,
+            decided=tuple(decided),
         )
 
     def _begin_attempt(self, attempt: int) -> None:
-        self._attempt, self._teller, self._ready = attempt, None, False
+        self._attempt, self._teller, self._ready, self._running = attempt, None, False, True
         self._step, self._step_t = 0, time.time()
-        logs = {rank: paths.rank_log(self._folder, attempt, rank) for rank in range(self._launch.ranks)}
+        self._leave.begin(range(self._nodes.ranks))
         watched = self._patterns or self._launch.output_is_progress
-        self._tails = {rank: LogTail(path) for rank, path in logs.items()} if watched else {}
+        self._tails = {rank: LogTail(self._log(rank)) for rank in range(self._nodes.ranks)} if watched else {}
         self._last = {}
+
+    def _log(self, rank: int) -> Path:
+        place = self._nodes.place_of(rank)
+        folder = self._folder if place is None else node_dir(self._folder, place.node)
+        return paths.rank_log(folder, self._attempt, rank)
+
+    # -- nodes -----------------------------------------------------------------------------------------------------------
+
+    def num_nodes(self) -> int:
+        """All that were asked for, or what the run has come down to."""
+        return self._nodes.count
+
+    def place_of(self, rank: int) -> Place | None:
+        """The node of a rank; None on one machine."""
+        return self._nodes.place_of(rank)
+
+    def choose_layout(self, places: Sequence[Place], why: str) -> Sequence[Event]:
+        """Other nodes, or fewer, or more again. A script that runs is moved only if it can be asked to save and leave."""
+        if not self._launch.nnodes:
+            return super().choose_layout(places, why)
+        moves = self._running and self._nodes.moves(places)
+        if moves and not self._speaks:
+            raise ValueError(
+                "a script that does not call ftrain.progress cannot be asked to leave: it moves when it next restarts"
+            )
+        chosen = self._nodes.choose(places, why)
+        if moves:
+            self._leave.ask()
+        return chosen
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's processes run on: their logs are read again from the start; steps told twice are known."""
+        self._nodes.adopt(self._nodes.chosen, running=True)
         self._begin_attempt(attempt)
         self._ready = True
         return ()
@@ -141,9 +166,14 @@ class CommandDelegate(Delegate):
         told: Told = decode_told(payload)
         if attempt != self._attempt:
             return ()
-        self._speaks = True
         if isinstance(told, StateStored):
             return self._on_stored(told)
+        if isinstance(told, Leaving):
+            self._leave.on_leaving(rank, told)
+            return ()
+        if isinstance(told, StepTold):
+            self._speaks = True
+            self._leave.on_step(told)
         if rank != self._tells(rank):
             return ()
         if isinstance(told, StateLoaded):
@@ -190,15 +220,22 @@ class CommandDelegate(Delegate):
         ]
 
     def tick(self, now: float) -> Sequence[Event]:
-        """Read the logs, and end a script that was asked to stop and cannot know it."""
+        """Read the logs, and end a script that was asked to stop and cannot know it; look whether the machine is taken away."""
+        self._leave.tick(now)
         if self._stop_asked:
             self._terminate(now)
-        return self._read_logs(now)
+        return [*self._endwatch.tick(now, self.links.request_stop), *self._read_logs(now)]
 
-    def look_again(self) -> None:
-        """A process has died: what it wrote last is read at once, before anybody judges how far it came."""
-        if self._tails and self._links is not None:
-            self._links.wake()
+    def on_event(self, event: Event) -> None:
+        """Of the ledger, right after it was written."""
+        self._endwatch.on_event(event)
+        if isinstance(event, events.StopRequested):
+            self._stop_asked = self._stop_asked or time.time()
+            self._leave.ask()
+        elif isinstance(event, events.AttemptEnded):
+            self._running = False
+        elif isinstance(event, events.ProcessDied) and self._tails:
+            self.links.wake()  # what it wrote last is read at once, before anybody judges how far it came
 
     def _read_logs(self, now: float) -> list[Event]:
         found: list[Event] = []
@@ -224,7 +261,7 @@ class CommandDelegate(Delegate):
         known = {beat.rank: beat for beat in [*self._logged(), *beats]}
         newest = max(known.values(), key=lambda beat: beat.step, default=None)
         if newest is not None:
-            ranks = range(self._launch.ranks)
+            ranks = range(self._nodes.ranks)
             known |= {rank: msgspec.structs.replace(newest, rank=rank) for rank in ranks if rank not in known}
         return tuple(known.values())
 
@@ -239,15 +276,12 @@ class CommandDelegate(Delegate):
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
-    def stop_requested(self) -> None:
-        """Somebody asked for a stop. A script that uses ftrain.progress sees it itself and gets half of the time for that."""
-        self._stop_asked = self._stop_asked or time.time()
-
     def _terminate(self, now: float) -> None:
+        """A script that uses ftrain.progress sees a stop itself and gets half of the time for that."""
         grace_s = self._launch.stop_s / 2
-        if not self._terminated and self._links is not None and (not self._speaks or now - self._stop_asked > grace_s):
+        if not self._terminated and (not self._speaks or now - self._stop_asked > grace_s):
             self._terminated = True
-            self._links.stop_workers("a stop was asked for", grace_s)
+            self.links.stop_workers("a stop was asked for", grace_s)
 
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """There is no keeper: a script's checkpoints are its own."""
@@ -257,59 +291,19 @@ class CommandDelegate(Delegate):
         """Nothing of the run was in its memory."""
         return ()
 
+    def at_end(self) -> bool:
+        """Whether ranks that left with 0 were done: unless they made way for another choice of nodes."""
+        return not self._leave.left(self._step)
+
     def finished(self) -> bool:
         """All ranks have left with 0, so it has: unless it was asked to stop."""
         return not self._stop_asked
 
     def status(self) -> dict[str, Any]:
         """The command."""
-        return {"command": list(self._launch.argv), "nproc": self._launch.nproc, "logs": str(self._folder / "logs")}
+        logs = self._log(0).parent.parent
+        return {"command": list(self._launch.argv), "nproc": self._launch.nproc, "logs": str(logs)}
 
-
-def environment(launch: CommandLaunch, rank: int, attempt: int, port: int) -> dict[str, str]:
-    """What torchrun tells its workers, under the same names; for a single process only what every script may want."""
-    always = {"PYTHONUNBUFFERED": "1", "FTRAIN_RUN": launch.url}
-    if launch.nproc == 0:
-        return always
-    world = str(launch.nproc)
-    threads = {"OMP_NUM_THREADS": "1"} if launch.nproc > 1 and "OMP_NUM_THREADS" not in os.environ else {}
-    return {
-        **always,
-        **threads,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "ROLE_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": launch.master_addr,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
-        "TORCHELASTIC_RUN_ID": launch.url,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-
-
-def free_port(host: str, *, start: int, bind: Callable[[str, int], bool] | None = None) -> int:
-    """A port on which rank 0 can listen when it comes to that. `bind` says whether one is free."""
-    free = bind or can_bind
-    for number in range(len(PORTS)):
-        port = PORTS[(start * 37 + number) % len(PORTS)]
-        if free(host, port):
-            return port
-    raise OSError(f"no port of {PORTS.start} to {PORTS.stop - 1} is free on {host}")
-
-
-def can_bind(host: str, port: int) -> bool:
-    """Whether nobody listens there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    def close(self) -> None:
+        """Look out for nothing any more."""
+        self._endwatch.close()

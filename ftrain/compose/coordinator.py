@@ -19,7 +19,7 @@ from ftrain.compose.endwatch import EndWatch, planned_end
 from ftrain.compose.exporter import Exporter
 from ftrain.compose.launch import keeper_args, keeper_argv
 from ftrain.compose.ledgers import StoreSink
-from ftrain.compose.nodes import fleet_spec, tell_nodes, this_node
+from ftrain.compose.nodes import fleet_spec, node_args, shared_dir, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     logging.info("%s: %s", ending.outcome, ending.reason)
     asked = config.recovery
     tell(asked.webhook, folder, coordinator.state, run_url=config.run.url, limit_s=asked.webhook_s)
-    if ending.code == ExitCode.STOPPED and (why := planned_end(coordinator.state)):
+    if ending.code == ExitCode.STOPPED and config.slurm.requeue and (why := planned_end(coordinator.state)):
         ask_for_requeue(folder, why)
     return ending.code
 
@@ -89,7 +89,8 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
     env = {"OPENBLAS_NUM_THREADS": "1"}
     fleet = fleet_spec(config, folder)
     if fleet is not None:
-        tell_nodes(config, folder, preload=WORKER_MODULE, keeper=keeper_args(config, folder), env=env)
+        told = node_args(config, folder, preload=WORKER_MODULE, keeper=keeper_args(config, folder), env=env)
+        tell_nodes(shared_dir(config, folder), told)
     spec = CoordinatorSpec(
         local_dir=folder,
         node=this_node() if fleet is not None else "localhost",

@@ -28,7 +28,7 @@ from recovery import paths
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
 from recovery.launch import Spawn, python, spawn
-from recovery.network import interface_address
+from recovery.network import interface_address, usual_names
 from recovery.rendezvous import control_folder, read_address
 from recovery.slurm import SlurmError, is_down, job_id, requeue
 from recovery.spec import AgentSpec
@@ -63,22 +63,37 @@ def agent_spec(args: NodeArgs, shared: Path, node: str) -> AgentSpec:
     """What this node's agent is started with; its folder and the keeper's arguments are written here."""
     folder = node_dir(Path(args.local_dir), node)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    name, address = interface_address(args.interfaces)
-    keeper = folder / "keeper.json"
-    write(keeper, args.keeper)
+    name, address = interface_address(args.interfaces or usual_names())
     return AgentSpec(
         node=node,
         local_dir=str(folder),
         coordinator="",
         control=str(control_folder(shared)),
         zygote_preload=args.zygote_preload,
-        keeper_argv=tuple(python("ftrain.compose.keeper", str(keeper))),
+        keeper_argv=keeper_argv(args, folder),
         lease_s=args.lease_s,
         patience_s=args.patience_s,
         env=args.env,
         host=address,
-        node_env={"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name},
+        node_env=network_env(args, name),
     )
+
+
+def keeper_argv(args: NodeArgs, folder: Path) -> tuple[str, ...]:
+    """The command of this node's keeper, whose arguments are written down in the node's folder; empty if there is none."""
+    if args.keeper is None:
+        return ()
+    keeper = folder / "keeper.json"
+    write(keeper, args.keeper)
+    return tuple(python("ftrain.compose.keeper", str(keeper)))
+
+
+def network_env(args: NodeArgs, name: str) -> dict[str, str]:
+    """Variables that lead collectives over the interface `name`. One that was merely found is a help for Gloo, which would
+    look its address up by the host's name; it overrules nobody who knows better, and NCCL finds its own way."""
+    if args.interfaces:
+        return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": name}
 
 
 def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:

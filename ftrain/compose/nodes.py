@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.layout import rank_slot_nbytes
+from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
 from recovery.files import replace_file
@@ -29,7 +30,9 @@ class NodeArgs(msgspec.Struct, frozen=True, kw_only=True):
     zygote_preload: str
     lease_s: float
     interfaces: list[str]
-    keeper: KeeperArgs
+    """Of which the node takes the first that it has; empty: the one that leads out of it."""
+    keeper: KeeperArgs | None
+    """None: the run has no keeper."""
     patience_s: float
     env: dict[str, str] = {}
 
@@ -55,10 +58,12 @@ def num_nodes(config: Config, ranks: int) -> int:
 
 
 def arena_nbytes(config: Config) -> int:
-    """Bytes of the memory areas on the node that has most of them."""
+    """Bytes of the memory areas on the node that has most of them: its ranks' slots, and the copies of another node's."""
     sizes = rank_slot_nbytes(config)
     per_node = config.machine.ranks_per_node or len(sizes)
-    return max(sum(sizes[first : first + per_node]) for first in range(0, len(sizes), per_node)) * config.checkpoint.slots
+    nodes = [sum(sizes[first : first + per_node]) for first in range(0, len(sizes), per_node)]
+    copies = PEER_SLOTS if config.checkpoint.peer_copy and len(nodes) > 1 else 0
+    return max(own * config.checkpoint.slots + nodes[number - 1] * copies for number, own in enumerate(nodes))
 
 
 def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:
@@ -74,9 +79,16 @@ def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:
     )
 
 
-def tell_nodes(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs, env: dict[str, str]) -> None:
+def tell_nodes(shared: Path, args: NodeArgs) -> None:
     """Write down what a node must know, before the address: whoever finds the one finds the other."""
-    args = NodeArgs(
+    control = control_folder(shared)
+    control.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write(control / NODE_FILE, args)
+
+
+def node_args(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs, env: dict[str, str]) -> NodeArgs:
+    """What the nodes of a configured run must know."""
+    return NodeArgs(
         local_dir=str(folder),
         zygote_preload=preload,
         lease_s=config.recovery.lease_s,
@@ -85,9 +97,6 @@ def tell_nodes(config: Config, folder: Path, *, preload: str, keeper: KeeperArgs
         patience_s=config.recovery.nodes_s,
         env=env,
     )
-    control = control_folder(shared_dir(config, folder))
-    control.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write(control / NODE_FILE, args)
 
 
 def write(path: Path, record: Any) -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec.inspect import type_info
 
 from ftrain.combinations import replicas
 from ftrain.compose.args import Launch
+from ftrain.compose.command_launch import CommandLaunch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.nodes import num_nodes, shared_dir
-from ftrain.compose.paths import local_dir
-from ftrain.config import Config
+from ftrain.compose.paths import local_dir, local_dir_of
+from ftrain.config import Config, Slurm
+from ftrain.load import _override as apply_override
+from ftrain.schema import ConfigProblems, Problem, find_problems
 from recovery.launch import Spawn, spawn
-from recovery.slurm import Job, SlurmError, batch_file, job_id, node_command, nodes_left, requeue
+from recovery.slurm import Job, SlurmError, batch_file, container_options, job_id, node_command, nodes_left, requeue
 
 REQUEUE = "requeue"
 """File in the run's folder: the run was ended by the scheduler, and wants to go on."""
+FTRAIN = [sys.executable, "-P", "-m", "ftrain.cli.entry"]
 AGAIN_S = 10.0  # between two attempts to start nodes that are gone
 END_S = 15.0
 
@@ -52,11 +58,52 @@ def job_of(config: Config) -> Job:
     )
 
 
+def slurm_section(overrides: Sequence[str]) -> Slurm:
+    """[slurm] of a config that has nothing else, from `slurm.NAME=VALUE`. ConfigProblems if that is not what it is."""
+    data: dict[str, Any] = {}
+    problems = [problem for override in overrides for problem in apply_override(data, override)]
+    others = [Problem(name, "there is no config here (--set)", "slurm.NAME=VALUE") for name in data if name != "slurm"]
+    found = [*problems, *others, *find_problems(data.get("slurm", {}), type_info(Slurm), "slurm")]
+    if found:
+        raise ConfigProblems(found, "--set")
+    return msgspec.convert(data.get("slurm", {}), Slurm)
+
+
+def job_of_command(launch: CommandLaunch, slurm: Slurm) -> Job:
+    """What to ask Slurm for. RefusedError if the job would be too small."""
+    needed = max(1, launch.nnodes)
+    nodes = slurm.nodes or needed + slurm.spare_nodes
+    if nodes < needed:
+        raise RefusedError([f"slurm.nodes = {nodes}: --nnodes {launch.nnodes} needs as many"])
+    return Job(
+        name=Path(launch.url).name,
+        nodes=nodes,
+        output=str(local_dir_of(launch.url) / "slurm-%j.out"),
+        comment=f"{launch.per_node} processes on each of {needed} nodes"
+        + (f", {nodes - needed} spare" if nodes > needed else ""),
+        partition=slurm.partition,
+        account=slurm.account,
+        qos=slurm.qos,
+        time=slurm.time,
+        signal_s=slurm.signal_s,
+        requeue=slurm.requeue,
+        options=(f"--chdir={launch.cwd}", *slurm.sbatch),
+    )
+
+
+def command_text(launch: CommandLaunch, slurm: Slurm, given: Sequence[str]) -> str:
+    """The whole batch file of a supervised command; `given`: the options of `ftrain supervise`, of which the last ones hold."""
+    container = container_options(slurm.container_image, slurm.container_mounts)
+    options = [*given, "--run", launch.url, *(f"--srun={option}" for option in [*container, *slurm.srun])]
+    options += ["--requeue"] if slurm.requeue else []
+    return batch_file(job_of_command(launch, slurm), [*FTRAIN, "supervise", *options, "--", *launch.argv])
+
+
 def batch_text(config: Config, config_path: str, overrides: Sequence[str]) -> str:
     """The whole batch file of a run."""
     settings = [word for override in overrides for word in ("--set", override)]
     path = str(Path(config_path).absolute())
-    return batch_file(job_of(config), [sys.executable, "-P", "-m", "ftrain.cli.entry", "run", path, *settings])
+    return batch_file(job_of(config), [*FTRAIN, "run", path, *settings])
 
 
 def config_of(folder: Path) -> Config:
@@ -71,33 +118,22 @@ class JobNodes:
     Should it end although the run goes on, it is started again on the nodes that the job still has.
     """
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """Nothing is started yet."""
-        self._config, self._folder = config, folder
+    def __init__(self, folder: Path, argv: Callable[[int], list[str]]) -> None:
+        """Nothing is started yet. `argv` gives the srun for so many nodes; its output goes to a log in `folder`."""
+        self._folder, self._argv = folder, argv
         self._process: subprocess.Popen[bytes] | None = None
         self._next: float | None = None
 
     def tick(self) -> None:
         """Have it run."""
         if self._process is None:
-            self._process = spawn(Spawn(argv=self.argv(), log=self._folder / "logs" / "srun.log"))
+            argv = self._argv(nodes_left(job_id()))
+            self._process = spawn(Spawn(argv=argv, log=self._folder / "logs" / "srun.log"))
         elif self._process.poll() is not None:
             now = time.monotonic()
             self._next = self._next if self._next is not None else now + AGAIN_S  # the run may just be over
             if now >= self._next:
                 self._process, self._next = None, None
-
-    def argv(self) -> list[str]:
-        """The srun for the nodes as they are now."""
-        slurm = self._config.slurm
-        inside = ["ftrain"] if slurm.container_image else [sys.executable, "-P", "-m", "ftrain.cli.entry"]
-        return node_command(
-            [*inside, "join", str(shared_dir(self._config, self._folder)), "--wait", f"{self._config.recovery.nodes_s:g}"],
-            nodes=nodes_left(job_id()),
-            image=slurm.container_image,
-            mounts=slurm.container_mounts,
-            options=slurm.srun,
-        )
 
     def close(self) -> None:
         """The run is over: the agents leave by themselves, and with them the srun; after a while it is told to."""
@@ -113,7 +149,23 @@ def nodes_of_job(folder: Path) -> JobNodes | None:
     """The nodes to be started from here; None if this is no Slurm job, or the run is one of a single machine."""
     config = config_of(folder)
     (folder / REQUEUE).unlink(missing_ok=True)
-    return JobNodes(config, folder) if job_id() and config.machine.ranks_per_node else None
+    if not job_id() or not config.machine.ranks_per_node:
+        return None
+    shared, wait_s = shared_dir(config, folder), config.recovery.nodes_s
+    return JobNodes(folder, lambda nodes: join_command(shared, config.slurm, nodes=nodes, wait_s=wait_s))
+
+
+def join_command(shared: Path, slurm: Slurm, *, nodes: int, wait_s: float) -> list[str]:
+    """The srun that offers `nodes` nodes of this job to the run. Inside a container its own ftrain is used."""
+    contained = slurm.container_image or any(option.startswith("--container-image") for option in slurm.srun)
+    inside = ["ftrain"] if contained else FTRAIN
+    return node_command(
+        [*inside, "join", str(shared), "--wait", f"{wait_s:g}"],
+        nodes=nodes,
+        image=slurm.container_image,
+        mounts=slurm.container_mounts,
+        options=slurm.srun,
+    )
 
 
 def ask_for_requeue(folder: Path, why: str) -> None:
@@ -124,7 +176,7 @@ def ask_for_requeue(folder: Path, why: str) -> None:
 def requeue_if_asked(folder: Path) -> str:
     """Put this job back into the queue if its run was ended by the scheduler; what was done, in words, empty if nothing."""
     why = folder / REQUEUE
-    if not job_id() or not why.exists() or not config_of(folder).slurm.requeue:
+    if not job_id() or not why.exists():
         return ""
     try:
         requeue(job_id())

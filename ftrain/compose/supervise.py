@@ -9,29 +9,42 @@ import math
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 
-from ftrain.compose.command import CommandDelegate, CommandLaunch
+from ftrain.compose.command import CommandDelegate
+from ftrain.compose.command_launch import CommandLaunch
+from ftrain.compose.endwatch import EndWatch, planned_end
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.exporter import Exporter
+from ftrain.compose.nodes import NodeArgs, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.paths import absolute_url, is_local, local_dir_of
 from ftrain.compose.patterns import PatternError, compiled
+from ftrain.compose.slurm import REQUEUE, JobNodes, ask_for_requeue, join_command
 from ftrain.compose.webhook import tell
+from ftrain.config import Slurm
+from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
-from recovery.events import Event, ProcessDied, StopRequested
+from recovery.events import Event
 from recovery.files import replace_file
 from recovery.launch import python
 from recovery.ledger import Ledger, read_all
+from recovery.network import NoInterfaceError, interface_address, names_of, usual_names
+from recovery.notice import Lookout, sources
 from recovery.owner import claim
 from recovery.policy import Limits
-from recovery.spec import CoordinatorSpec
+from recovery.rendezvous import control_folder
+from recovery.slurm import job_id
+from recovery.spec import CoordinatorSpec, FleetSpec
 from recovery.state import RunState, fold
 
 RECORD = "supervise.json"
 WEBHOOK_S = 10.0
+MARGIN_S = 30.0  # kept free between the last save and the end that a scheduler has announced
+POLL_S = 2.0
 
 
 def prepare(launch: CommandLaunch) -> Path:
@@ -39,6 +52,18 @@ def prepare(launch: CommandLaunch) -> Path:
 
     Raises RefusedError or HeldError, in words, before anything has been started.
     """
+    check(launch)
+    folder = local_dir_of(launch.url)
+    if (folder / "launch.json").exists():
+        raise RefusedError([f"{launch.url} is the run of a config (`ftrain run`): give --run another folder"])
+    claim(folder, take_over=launch.take_over).release()
+    (folder / REQUEUE).unlink(missing_ok=True)
+    replace_file(folder / RECORD, msgspec.json.format(msgspec.json.encode(launch)))
+    return folder
+
+
+def check(launch: CommandLaunch) -> None:
+    """RefusedError for what cannot work, without a look at the run's folder."""
     if not launch.argv:
         raise RefusedError(["there is no command: ftrain supervise [options] -- python train.py ..."])
     if shutil.which(launch.argv[0], path=os.environ.get("PATH")) is None and not (Path(launch.cwd) / launch.argv[0]).exists():
@@ -49,14 +74,30 @@ def prepare(launch: CommandLaunch) -> Path:
         raise RefusedError([str(error)]) from error
     if not is_local(launch.url):
         raise RefusedError(
-            [f"--run {launch.url}: the folder of a supervised run is on this machine; a script may save anywhere"]
+            [f"--run {launch.url}: the folder of a supervised run is in a file system; a script may save anywhere"]
         )
-    folder = local_dir_of(launch.url)
-    if (folder / "launch.json").exists():
-        raise RefusedError([f"{launch.url} is the run of a config (`ftrain run`): give --run another folder"])
-    claim(folder, take_over=launch.take_over).release()
-    replace_file(folder / RECORD, msgspec.json.format(msgspec.json.encode(launch)))
-    return folder
+    check_nodes(launch)
+
+
+def check_nodes(launch: CommandLaunch) -> None:
+    """RefusedError if what was said of nodes does not fit together."""
+    if not launch.nnodes:
+        return
+    if not launch.nproc:
+        raise RefusedError(["--nnodes says how many machines, --nproc how many processes on each: give both"])
+    if launch.min_nodes > launch.nnodes:
+        raise RefusedError([f"--min-nodes {launch.min_nodes}: at most --nnodes, which is {launch.nnodes}"])
+    if launch.master_addr:
+        raise RefusedError(["--master-addr is for one machine: on several the first rank's node says its own, whichever it is"])
+    try:
+        interface_address(interfaces(launch))
+    except NoInterfaceError as error:
+        raise RefusedError([str(error)]) from error
+
+
+def interfaces(launch: CommandLaunch) -> list[str]:
+    """Network interfaces of this machine, of which the first that exists is used."""
+    return names_of(launch.interface) or usual_names()
 
 
 def coordinator_argv(folder: Path) -> list[str]:
@@ -66,11 +107,20 @@ def coordinator_argv(folder: Path) -> list[str]:
 
 def compose(folder: Path, launch: CommandLaunch) -> Coordinator:
     """Everything a supervised run is made of."""
-    delegate = CommandDelegate(launch, folder)
+    lookout = Lookout(sources(os.environ, ""), poll_s=POLL_S, clock=time.time)
+    scheduler = f"Slurm job {job_id()}" if job_id() else ""
+    delegate = CommandDelegate(launch, folder, EndWatch(lookout, margin_s=MARGIN_S, scheduler=scheduler))
     silent_s = launch.hang_s if launch.output_is_progress else math.inf
+    fleet = fleet_spec(launch, folder)
+    if fleet is not None:
+        tell_nodes(folder, node_args(launch, folder))
     spec = CoordinatorSpec(
         local_dir=folder,
-        lease_s=60.0,
+        node=this_node() if fleet is not None else "localhost",
+        host=launch.master_addr or "127.0.0.1",
+        fleet=fleet,
+        places=launch.per_node,
+        lease_s=launch.lease_s,
         hang_s=launch.hang_s,
         hang_floor_s=launch.hang_s,  # what a script does between two reports is not known: no limit is learned from it
         start_s=launch.start_s if launch.start_s is not None else silent_s,
@@ -83,15 +133,45 @@ def compose(folder: Path, launch: CommandLaunch) -> Coordinator:
 
     def on_event(event: Event) -> None:
         packets.on_event(event)
-        if isinstance(event, StopRequested):
-            delegate.stop_requested()
-        elif isinstance(event, ProcessDied):
-            delegate.look_again()
+        delegate.on_event(event)
 
     packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
     limits = Limits(max_restarts=launch.max_restarts)
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
+
+
+def fleet_spec(launch: CommandLaunch, folder: Path) -> FleetSpec | None:
+    """How the coordinator meets its nodes; None on one machine."""
+    if not launch.nnodes:
+        return None
+    return FleetSpec(
+        control=control_folder(folder),
+        host=interface_address(interfaces(launch))[1],
+        port=launch.port,
+        ranks_per_node=launch.nproc,
+        patience_s=launch.nodes_s,
+    )
+
+
+def node_args(launch: CommandLaunch, folder: Path) -> NodeArgs:
+    """What the nodes must know."""
+    return NodeArgs(
+        local_dir=str(folder),
+        zygote_preload="",
+        lease_s=launch.lease_s,
+        interfaces=names_of(launch.interface),
+        keeper=None,
+        patience_s=launch.nodes_s,
+    )
+
+
+def nodes_of_job(folder: Path, launch: CommandLaunch) -> JobNodes | None:
+    """The nodes of this Slurm job, to be started from here; None if there is no job, or no other machine."""
+    if not job_id() or not launch.nnodes:
+        return None
+    slurm = Slurm(srun=launch.srun)
+    return JobNodes(folder, lambda nodes: join_command(folder, slurm, nodes=nodes, wait_s=launch.nodes_s))
 
 
 def main(argv: list[str]) -> int:
@@ -107,6 +187,8 @@ def main(argv: list[str]) -> int:
         exporter.close()
     tell(launch.webhook, folder, coordinator.state, run_url=launch.url, limit_s=WEBHOOK_S)
     logging.info("%s: %s", ending.outcome, ending.reason)
+    if ending.code == ExitCode.STOPPED and launch.requeue and (why := planned_end(coordinator.state)):
+        ask_for_requeue(folder, why)
     return ending.code
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ftrain.compose.launch import keeper_args
 from ftrain.compose.node import NoRunError, agent_spec, read_args
-from ftrain.compose.nodes import arena_nbytes, fleet_spec, num_nodes, tell_nodes
+from ftrain.compose.nodes import arena_nbytes, fleet_spec, node_args, num_nodes, tell_nodes
 from ftrain.config import Config
 from ftrain.load import load
 from recovery.network import NoInterfaceError
@@ -25,7 +25,7 @@ def config(*overrides: str) -> Config:
 
 def test_a_node_has_a_folder_and_a_keeper_of_its_own_and_knows_its_own_network(tmp_path: Path) -> None:
     found = config("machine.interface=none0,lo")
-    tell_nodes(found, tmp_path, preload="torch", keeper=keeper_args(found, tmp_path), env={"A": "1"})
+    tell_nodes(tmp_path, node_args(found, tmp_path, preload="torch", keeper=keeper_args(found, tmp_path), env={"A": "1"}))
     args = read_args(tmp_path, patience_s=0.0)
     spec = agent_spec(args, tmp_path, "n7")
     assert spec.node == "n7"
