@@ -74,7 +74,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, origin: str = "config") -
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigProblems([Problem(origin, f"not TOML: {error}", "TOML (https://toml.io)")], origin) from error
-    problems = [problem for override in overrides for problem in _override(data, override)]
+    problems = [problem for override in overrides for problem in apply_override(data, override)]
     return resolve(data, origin=origin, problems=problems)
 
 
@@ -216,7 +216,7 @@ def _plain(value: object) -> object:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def _override(data: dict[str, Any], override: str) -> Iterator[Problem]:
+def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
     """Applies one `a.b=v` to the data in place; a path into a list uses its index: `data.sources.0.weight=2`."""
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]

@@ -19,7 +19,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.nodes import num_nodes, shared_dir
 from ftrain.compose.paths import local_dir, local_dir_of
 from ftrain.config import Config, Slurm
-from ftrain.load import _override as apply_override
+from ftrain.load import apply_override
 from ftrain.schema import ConfigProblems, Problem, find_problems
 from recovery.launch import Spawn, spawn
 from recovery.slurm import Job, SlurmError, batch_file, container_options, job_id, node_command, nodes_left, requeue
