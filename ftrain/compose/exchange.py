@@ -20,7 +20,15 @@ from ftrain.compose.paths import absolute_url
 from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
 from ftrain.load import load
-from ftrain.model.names import UnknownModelError, hugging_face_config, hugging_face_name, model_of_config, our_names
+from ftrain.model.names import (
+    Family,
+    UnknownModelError,
+    hugging_face_config,
+    hugging_face_name,
+    model_of_config,
+    our_names,
+    pieces,
+)
 from ftrain.parallel.arrays import MASTER, SLOTS, WEIGHTS, StateTypes, array_specs
 from ftrain.parallel.layout import ParameterSpec, parameters
 from ftrain.parallel.shape import MeshShape
@@ -28,7 +36,7 @@ from storage.box import Box
 from storage.checkpoint import Checkpoint, native_dtype
 from storage.commit import CommitRef
 from storage.errors import ConfigurationError, CoverageError, FormatError, ObjectMissing
-from storage.exchange.tensor import Tensor, Values, bfloat16_bits, from_checkpoint, widened
+from storage.exchange.tensor import Tensor, Values, bfloat16_bits, from_checkpoint, index, stack, widened
 from storage.exchange.write import Incoming, write_checkpoint
 from storage.objects import ObjectStore, open_store
 from storage.pack import ArraySpec
@@ -78,14 +86,23 @@ def export(
 
 
 def _outgoing(checkpoint: Checkpoint, *, dtype: str, state: bool) -> Iterator[Tensor]:
+    kind: Family = "qwen3_moe" if f"{MASTER}/layers.0.attention.q_norm" in checkpoint.names else "mixtral"
     if dtype != "float32":
-        yield from (replace(tensor, name=hugging_face_name(tensor.name)) for tensor in weights_of(checkpoint))
+        for tensor in weights_of(checkpoint):
+            yield from _theirs(tensor, tensor.name, kind)
     for name in checkpoint.names:
         slot, _, parameter = name.partition("/")
         if slot == MASTER and dtype == "float32":
-            yield from_checkpoint(checkpoint, name, hugging_face_name(parameter))
+            yield from _theirs(from_checkpoint(checkpoint, name, name), parameter, kind)
         if state and slot in SLOTS and slot != WEIGHTS:
-            yield from_checkpoint(checkpoint, name, f"{slot}/{hugging_face_name(parameter)}")
+            yield from _theirs(from_checkpoint(checkpoint, name, name), parameter, kind, f"{slot}/")
+
+
+def _theirs(tensor: Tensor, parameter: str, kind: Family, prefix: str = "") -> Iterator[Tensor]:
+    """A parameter's array under the names it goes by elsewhere, where every expert's matrix has one of its own."""
+    for number, piece in enumerate(pieces(parameter, tensor.shape)):
+        name = prefix + hugging_face_name(piece, kind)
+        yield replace(tensor, name=name) if piece == parameter else index(tensor, number, name)
 
 
 def _write(form: Form, destination: ObjectStore, tensors: list[Tensor], compress: bool) -> None:
@@ -202,7 +219,7 @@ class _Given:
     def require(self, specs: Iterable[ParameterSpec]) -> None:
         """That it is this model, whole, and nothing else; `CoverageError` with every difference if not."""
         problems = [f"{key} is no parameter of this model" for key in self.unknown]
-        wanted = {spec.name: spec.shape for spec in specs}
+        wanted = {piece: shape for spec in specs for piece, shape in pieces(spec.name, spec.shape).items()}
         for slot, held in self.slots.items():
             if slot != WEIGHTS and not held:
                 continue
@@ -214,6 +231,7 @@ class _Given:
                     problems.append(f"{slot}: {name} has shape {held[name].shape} instead of {wanted[name]}")
                 elif held[name].dtype not in WIDENABLE:
                     problems.append(f"{slot}: {name} is {held[name].dtype}; weights are {', '.join(WIDENABLE)}")
+            problems += [f"{slot}: the experts of {name} are of several types" for name in _mixed(held)]
         if problems:
             text = f"the source does not hold this model: {'; '.join(problems[:8])}"
             raise CoverageError(text, problems=problems)
@@ -231,15 +249,32 @@ class _Given:
     def reader(self, spec: ArraySpec) -> Any:
         """Where the values of one of our arrays come from."""
         slot, _, name = spec.name.partition("/")
-        master = self.slots[MASTER].get(name) or self.slots[WEIGHTS][name]
+        master = self._whole(MASTER, name, spec) or self._whole(WEIGHTS, name, spec)
+        assert master is not None, "checked by `require`"
         if slot == MASTER:
             return lambda box: widened(master.read(box), master.dtype)
         if slot == WEIGHTS:  # always the rounded master: whoever loads the state relies on it
             return lambda box: bfloat16_bits(widened(master.read(box), master.dtype))
-        given = self.slots[slot].get(name)
+        given = self._whole(slot, name, spec)
         if given is None:
             return lambda box: _zeros(spec, box)
         return lambda box: widened(given.read(box), given.dtype)
+
+    def _whole(self, slot: str, name: str, spec: ArraySpec) -> Tensor | None:
+        """A parameter of a slot, put together of its pieces; None if the slot holds nothing."""
+        held = self.slots[slot]
+        found = [held[piece] for piece in pieces(name, spec.shape) if piece in held]
+        if not found:
+            return None
+        return stack(found, name) if name not in held else found[0]
+
+
+def _mixed(held: Mapping[str, Tensor]) -> list[str]:
+    """Arrays whose pieces have more than one type, and so cannot be read together."""
+    types: dict[str, set[str]] = {}
+    for piece, tensor in held.items():
+        types.setdefault(piece.partition("[")[0], set()).add(tensor.dtype)
+    return [name for name, found in types.items() if len(found) > 1]
 
 
 def _zeros(spec: ArraySpec, box: Box) -> Values:

@@ -5,6 +5,6 @@ in bounded memory: slabs of rows, never a whole model. Names and training meanin
 what an array is called on the other side.
 """
 
-from storage.exchange.tensor import Tensor, bfloat16_bits, from_checkpoint, slabs, widened
+from storage.exchange.tensor import Tensor, bfloat16_bits, from_checkpoint, index, slabs, stack, widened
 
-__all__ = ["Tensor", "bfloat16_bits", "from_checkpoint", "slabs", "widened"]
+__all__ = ["Tensor", "bfloat16_bits", "from_checkpoint", "index", "slabs", "stack", "widened"]

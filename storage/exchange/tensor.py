@@ -16,7 +16,7 @@ from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.grid import DTYPES
 
-__all__ = ["SLAB_BYTES", "Tensor", "bfloat16_bits", "from_checkpoint", "slabs", "widened"]
+__all__ = ["SLAB_BYTES", "Tensor", "bfloat16_bits", "from_checkpoint", "index", "slabs", "stack", "widened"]
 
 SLAB_BYTES = 32 << 20
 """What is read and written at a time: rows up to this size, or one row."""
@@ -47,6 +47,27 @@ def from_checkpoint(checkpoint: Checkpoint, array: str, name: str) -> Tensor:
     """An array of a checkpoint, called `name` on the other side. Reads check every chunk's crc32c."""
     spec = checkpoint.array(array)
     return Tensor(name, spec.dtype, spec.shape, lambda box: checkpoint.read(array, box))
+
+
+def index(tensor: Tensor, number: int, name: str) -> Tensor:
+    """`tensor[number]` along its first dimension, called `name`; only what is asked for is read."""
+
+    def read(box: Box) -> Values:
+        values: Values = tensor.read(Box((number, *box.offset), (1, *box.shape)))[0]
+        return values
+
+    return Tensor(name, tensor.dtype, tensor.shape[1:], read)
+
+
+def stack(tensors: Sequence[Tensor], name: str) -> Tensor:
+    """The opposite: tensors of one shape and type along a new first dimension, read one after the other."""
+    first = tensors[0]
+
+    def read(box: Box) -> Values:
+        part = Box(box.offset[1:], box.shape[1:])
+        return np.stack([tensor.read(part) for tensor in tensors[box.offset[0] : box.stop[0]]])
+
+    return Tensor(name, first.dtype, (len(tensors), *first.shape), read)
 
 
 def slabs(shape: Sequence[int], itemsize: int, *, most: int = SLAB_BYTES, rows: int = 1) -> Iterator[Box]:
