@@ -17,6 +17,7 @@ from recovery.events import (
     Evaluated,
     Event,
     InterruptionClassified,
+    LayoutChosen,
     ProcessDied,
     Ready,
     RunEnded,
@@ -74,9 +75,12 @@ class Story:
         self.events: list[Event] = [RunStarted(t=self.t, run_id="test", config=plain, layout=self.layout)]
 
     def start(self, *, at: int | None = None, start_s: float = 5.0, layout: str = "", ranks: int = 0) -> Story:
-        """A new attempt that is ready after `start_s` with the state of step `at`."""
+        """A new attempt that is ready after `start_s` with the state of step `at`; another `layout` is decided first."""
         self.attempt += 1
         self.step = self.step if at is None else at
+        if layout and layout != self.layout:
+            change = {"path": "parallel.ranks", "old": self.ranks, "new": ranks}
+            self._add(LayoutChosen(t=self.t, ranks=ranks, layout=layout, was=self.layout, reason="told to", changes=(change,)))
         self.layout, self.ranks = layout or self.layout, ranks or self.ranks
         source = "memory" if self.attempt else "init"
         self._add(AttemptStarted(t=self.t, attempt=self.attempt, layout=self.layout, ranks=self.ranks, source=source,

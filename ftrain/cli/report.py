@@ -60,18 +60,31 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     """The report of all attempts, with what the planner had said of them."""
     from ftrain.compose.packets import waiting
     from ftrain.view import grade, pace, went
+    from ftrain.view.parts import parts
     from ftrain.view.record import metrics_of, recorded
     from recovery.report_text import lines
 
     run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
-    packet, graded, paced, time = waiting(events, folder), grade.grade(run), pace.pace(run), went.went(run)
-    grade.keep(graded, folder)
+    packet, graded, paced, times = (
+        waiting(events, folder),
+        grade.grades(run),
+        pace.pace(run),
+        [went.went(it.run) for it in parts(run)],
+    )
+    newest = graded[-1] if graded else grade.Grade(note="there was no attempt")
+    grade.keep(newest, folder)
     if html:
         _write(html, run)
     if as_json:
-        render.json({**run.report.to_json(), "packet": packet, "grade": graded, "pace": paced, "step_time": time})
+        layouts = [{"heading": of.heading, "grade": of, "step_time": time} for of, time in zip(graded, times, strict=True)]
+        time = times[-1] if times else None
+        render.json(
+            {**run.report.to_json(), "packet": packet, "grade": newest, "pace": paced, "step_time": time, "layouts": layouts}
+        )
         return
-    told_lines = [*lines(run.report), "", *went.lines(time), "", *pace.lines(paced), *grade.lines(graded)]
+    told_lines = [*lines(run.report), "", *pace.lines(paced)]
+    for of, time in zip(graded, times, strict=True):
+        told_lines += ["", *went.lines(time), "", *grade.lines(of)]
     render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))
 
 

@@ -17,6 +17,7 @@ from ftrain.plan import cost
 from ftrain.plan.volume import Volume
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import show
+from ftrain.view.parts import parts
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
@@ -25,7 +26,10 @@ FILE = "grade.json"
 
 
 class GradeRow(Struct, frozen=True, kw_only=True):
-    """One prediction. `stage` is a pipeline rank, or None for the whole run; `error` is measured over predicted, minus 1."""
+    """One prediction. `stage` is a pipeline rank, or None for the whole run; `error` is measured over predicted, minus 1.
+
+    `apart` says why both are there and yet have no error: they are not of the same thing.
+    """
 
     key: str
     label: str
@@ -35,11 +39,14 @@ class GradeRow(Struct, frozen=True, kw_only=True):
     measured: float | None
     how: str
     error: float | None = None
+    apart: str = ""
 
 
 class Grade(Struct, frozen=True, kw_only=True):
-    """All rows; `note` says why there are none."""
+    """All rows of one layout; `note` says why there are none."""
 
+    heading: str = ""
+    """Layout, ranks, attempts and steps."""
     hardware: str = ""
     rows: tuple[GradeRow, ...] = ()
     mfu: float | None = None
@@ -48,19 +55,24 @@ class Grade(Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def grade(run: Recorded) -> Grade:
-    """Lay predictions beside measurements. Never raises: a config that cannot be planned is said so."""
+def grades(run: Recorded) -> list[Grade]:
+    """A grade of each layout that the run had, the newest last."""
+    return [grade(part.run, heading=part.heading) for part in parts(run)]
+
+
+def grade(run: Recorded, *, heading: str = "") -> Grade:
+    """Lay predictions beside measurements of a run of one layout. A config that cannot be planned is said so, not raised."""
     if run.config is None:
-        return Grade(note="the ledger holds no config that this version of ftrain reads: nothing to predict")
+        return Grade(heading=heading, note="the ledger holds no config of it that this version of ftrain reads")
     try:
         said = predict(run.config)
     except ValueError as error:
-        return Grade(note=f"not predicted: {error}")
+        return Grade(heading=heading, note=f"not predicted: {error}")
     found, profile, speed = measured(run), said.setup.profile, went(run)
     mfu, mfu_of = None, ""
     if speed is not None and speed.speed.mfu is not None:  # of a profile that the config names, never of one assumed here
         mfu, mfu_of = speed.speed.mfu, f"of {speed.speed.peak} a GPU; model FLOPs with causal attention halved"
-    return Grade(hardware=profile.name, rows=tuple(_rows(said, found)), mfu=mfu, mfu_of=mfu_of)
+    return Grade(heading=heading, hardware=profile.name, rows=tuple(_rows(said, found)), mfu=mfu, mfu_of=mfu_of)
 
 
 def _rows(said: Predicted, found: Measured) -> list[GradeRow]:
@@ -118,13 +130,15 @@ def _stage(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
 def _stage_memory(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
     """The fullest rank of a stage, and what stays in it from step to step.
 
-    On a CPU only the whole process is measured, libraries included, so the parts are not compared.
+    A CPU counts no tensors. What comes nearest is the private memory that a rank took since its engine was built; its parts are
+    Python's and the allocator's as well, so they are not compared, and the whole process is not either.
     """
     mine = sorted((rank for rank in found.memory if rank.stage == pp), key=lambda rank: rank.peak)
     fullest, memory = (mine[-1] if mine else None), said.memory[pp]
     parts = None if found.device == "cpu" else fullest
-    how = "ftrain plan memory: state + activations + buffers | peak; on a CPU of the whole process, libraries included"
-    yield _row("memory", "memory", "B", pp, (float(memory.total), float(fullest.peak) if fullest else None), how)
+    how = "ftrain plan memory: state + activations + buffers | peak; on a CPU of private memory since the engine was built"
+    apart = "not comparable: the whole process, with libraries and arenas" if fullest and fullest.whole else ""
+    yield _row("memory", "memory", "B", pp, (float(memory.total), float(fullest.peak) if fullest else None), how, apart)
     how = "weights + gradients + master + moments | used between two steps"
     yield _row("state", "state", "B", pp, (float(memory.state), float(parts.used) if parts else None), how)
     how, active = "activations + buffers | peak - used between two steps", float(memory.activations + memory.buffers)
@@ -154,10 +168,14 @@ def _share_of(said: Predicted, pp: int) -> float:
     return mine / (profile.peak_flops * profile.assumed.kernel_share)
 
 
-def _row(key: str, label: str, unit: str, stage: int | None, both: tuple[float | None, float | None], how: str) -> GradeRow:
+def _row(
+    key: str, label: str, unit: str, stage: int | None, both: tuple[float | None, float | None], how: str, apart: str = ""
+) -> GradeRow:
     predicted, found = both
-    error = found / predicted - 1 if predicted and found is not None else None
-    return GradeRow(key=key, label=label, unit=unit, stage=stage, predicted=predicted, measured=found, how=how, error=error)
+    error = found / predicted - 1 if predicted and found is not None and not apart else None
+    return GradeRow(
+        key=key, label=label, unit=unit, stage=stage, predicted=predicted, measured=found, how=how, error=error, apart=apart
+    )
 
 
 def keep(found: Grade, folder: Path) -> None:
@@ -172,20 +190,25 @@ def keep(found: Grade, folder: Path) -> None:
 
 def lines(found: Grade) -> list[str]:
     """The grade as text; rows with neither side are left out."""
+    of = f", {found.heading}" if found.heading else ""
     if found.note:
-        return [f"predicted beside measured: {found.note}"]
+        return [f"predicted beside measured{of}: {found.note}"]
     head = ("", "predicted", "measured", "error")
     cells: list[tuple[str, ...]] = [head]
     for row in shown(found):
         where = row.label if row.stage is None else f"stage {row.stage}: {row.label}"
-        error = "" if row.error is None else f"{100 * row.error:+.1f} %"
-        cells.append((where, show(row.predicted, row.unit), show(row.measured, row.unit), error))
+        cells.append((where, show(row.predicted, row.unit), show(row.measured, row.unit), error_text(row)))
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    told = [f"predicted beside measured (hardware profile {found.hardware})"]
+    told = [f"predicted beside measured{of} (hardware profile {found.hardware})"]
     told += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     if found.mfu is not None:
         told.append(f"  MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return told
+
+
+def error_text(row: GradeRow) -> str:
+    """The error, or why there is none to be had of two figures that are both there."""
+    return row.apart if row.error is None else f"{100 * row.error:+.1f} %"
 
 
 def shown(found: Grade) -> list[GradeRow]:

@@ -8,10 +8,11 @@ recorded the page says so instead of leaving a hole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from typing import TypeVar
 
 from ftrain.units import format_bytes, format_count, format_seconds
 from ftrain.view import clock, gantt, plot
@@ -19,6 +20,7 @@ from ftrain.view import grade as grading
 from ftrain.view.measured import measured
 from ftrain.view.numbers import show
 from ftrain.view.pace import pace
+from ftrain.view.parts import Part, parts
 from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
@@ -26,11 +28,12 @@ from recovery.report_text import evidence_text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 HERE = Path(__file__).parent
+T = TypeVar("T")
 
 
 def page(run: Recorded) -> str:
     """The whole file."""
-    found = grading.grade(run)
+    cut, found = parts(run), grading.grades(run)
     plots = _plots(run)
     sections = [
         _head(run),
@@ -39,10 +42,10 @@ def page(run: Recorded) -> str:
         ),
         _section("Learning", "".join(_chart(each) for each in plots)),
         _section("Where the time went", clock.buckets(run) + _how(run.report.formula)),
-        _section("Where a step goes", _step(run)),
-        _section("Predicted beside measured", _grade(found)),
-        _section("Pipeline", _pipeline(run)),
-        _section("Memory of the ranks", _memory(found)),
+        _section("Where a step goes", _each(_step, cut) or _none("there was no attempt")),
+        _section("Predicted beside measured", _each(_grade, found) or _none("there was no attempt")),
+        _section("Pipeline", _pipeline(cut[-1].run if cut else run)),
+        _section("Memory of the ranks", _each(_memory, found) or _none("there was no attempt")),
         _section("Interruptions", _interruptions(run)),
         _section("Checkpoints", _checkpoints(run)),
         _section("Pace", _pace(run)),
@@ -154,27 +157,39 @@ def _chart(each: plot.Plot) -> str:
     return f'<h3>{escape(each.title)}</h3>{_wide(plot.svg(each))}<output data-plot="{escape(each.key)}"></output>'
 
 
-def _grade(found: grading.Grade) -> str:
+def _grade(found: grading.Grade, mark: str) -> str:
     if found.note:
-        return _none(found.note)
+        return _heading(found.heading) + _none(found.note)
     rows = [
         ("run" if row.stage is None else f"stage {row.stage}", row.label, show(row.predicted, row.unit),
-         show(row.measured, row.unit), "" if row.error is None else f"{100 * row.error:+.1f} %")
+         show(row.measured, row.unit), grading.error_text(row))
         for row in grading.shown(found)
     ]  # fmt: skip
     mfu = "" if found.mfu is None else _how(f"MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return (
-        table(("", "what", "predicted", "measured", "error"), rows, key="grade")
+        _heading(found.heading)
+        + table(("", "what", "predicted", "measured", "error"), rows, key=f"grade{mark}")
         + mfu
         + _how(f"Hardware profile {found.hardware}. The error is measured over predicted, minus 1.")
     )
 
 
-def _step(run: Recorded) -> str:
-    """The buckets of a step: they add up to it on every rank."""
-    found = went(run)
+def _each(show: Callable[[T, str], str], of_layouts: Sequence[T]) -> str:
+    """Layout by layout; what belongs to the newest has plain ids, what belongs to others ids with their number."""
+    last = len(of_layouts) - 1
+    return "".join(show(found, "" if number == last else f"-{number}") for number, found in enumerate(of_layouts))
+
+
+def _heading(layout: str) -> str:
+    """Which of the run's layouts follows."""
+    return f"<h3>{escape(layout)}</h3>"
+
+
+def _step(part: Part, mark: str) -> str:
+    """The buckets of a step of one layout: they add up to it on every rank."""
+    found = went(part.run)
     if found is None:
-        return _none("not recorded, or metrics.jsonl is on another machine")
+        return _heading(part.heading) + _none("not recorded, or metrics.jsonl is on another machine")
     rows = [
         (row.bucket, format_seconds(row.mean_s), f"{100 * row.share:.1f} %", format_seconds(row.worst_s), str(row.worst_rank))
         for row in found.buckets
@@ -184,7 +199,7 @@ def _step(run: Recorded) -> str:
     speed = f"{rate}, {found.speed.dtype}, attention halved. {mfu} {found.speed.peak}."
     head = ("", "mean over the ranks", "share", "the rank with most", "rank")
     how = f"{found.layout}: means over {found.steps} steps of {format_seconds(found.step_s)}."
-    return table(head, rows, key="step-table") + _how(f"{how} {speed}")
+    return _heading(part.heading) + table(head, rows, key=f"step-table{mark}") + _how(f"{how} {speed}")
 
 
 def _pipeline(run: Recorded) -> str:
@@ -198,25 +213,27 @@ def _pipeline(run: Recorded) -> str:
     return drawn + _wide(gantt.gantt(real, title=title, key="measured", unit_s=1.0))
 
 
-def _memory(found: grading.Grade) -> str:
+def _memory(found: grading.Grade, mark: str) -> str:
     rows = [row for row in found.rows if row.key == "memory"]
     most = max((value for row in rows for value in (row.predicted, row.measured) if value), default=0.0)
     if not most:
-        return _none("nothing recorded")
-    parts, top = list[str](), 0
+        return _heading(found.heading) + _none("nothing recorded")
+    bars, top = list[str](), 0
     for row in rows:
         for css, value in (("predicted", row.predicted), ("measured", row.measured)):
             if value:
                 width = value / most * 460
                 name = f"stage {row.stage}, {css}: {format_bytes(value)}"
-                parts.append(
+                bars.append(
                     f'<rect class="{css}" x="150" y="{top}" width="{width:.1f}" height="14"><title>{name}</title></rect>'
                 )
-                parts.append(f'<text x="144" y="{top + 11}" text-anchor="end">stage {row.stage}, {css}</text>')
-                parts.append(f'<text x="{156 + width:.1f}" y="{top + 11}">{format_bytes(value)}</text>')
+                bars.append(f'<text x="144" y="{top + 11}" text-anchor="end">stage {row.stage}, {css}</text>')
+                bars.append(f'<text x="{156 + width:.1f}" y="{top + 11}">{format_bytes(value)}</text>')
                 top += 18
         top += 6
-    return _wide(f'<svg id="memory" role="img" aria-label="memory of the ranks" viewBox="0 0 720 {top}">{"".join(parts)}</svg>')
+    label = f'<svg id="memory{mark}" role="img" aria-label="memory of the ranks" viewBox="0 0 720 {top}">'
+    apart = "".join(_how(reason) for reason in dict.fromkeys(row.apart for row in rows if row.apart))
+    return _heading(found.heading) + _wide(f"{label}{''.join(bars)}</svg>") + apart
 
 
 def _interruptions(run: Recorded) -> str:

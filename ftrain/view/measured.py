@@ -28,6 +28,8 @@ class RankMemory:
     stage: int
     used: int
     peak: int
+    whole: bool = False
+    """Of the whole process, libraries and arenas included: nothing that a plan could be compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Measured:
     sent: Mapping[str, float] = field(default_factory=dict)
     """Axis -> bytes that the busiest rank sent in a step."""
     device: str = ""
-    """As it calls itself; of a CPU the memory is that of the whole process, libraries included."""
+    """As it calls itself."""
     actions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Kind of action -> mean seconds on each virtual stage."""
 
@@ -140,11 +142,14 @@ def _actions(rows: list[dict[str, list[float]]]) -> dict[str, tuple[float, ...]]
 
 
 def _memory(times: list[dict[str, Any]]) -> Iterator[RankMemory]:
-    """The highest peak of each rank over the steps; lines hold (rank, stage, used, reserved, peak)."""
+    """The highest peak of each rank over the steps; lines hold (rank, stage, used, reserved, peak).
+
+    What torch reserved of a GPU is taken. Of a CPU that is the whole process, which earlier versions recorded as `used`.
+    """
     peaks: dict[int, RankMemory] = {}
     for line in times:
         for rank, stage, used, reserved, peak in line.get("memory", ()):
-            most = max(int(used), int(reserved), int(peak))
+            most = max(int(used), int(peak)) if line.get("device") == "cpu" else max(int(used), int(reserved), int(peak))
             if rank not in peaks or peaks[rank].peak < most:
-                peaks[rank] = RankMemory(int(rank), int(stage), int(used), most)
+                peaks[rank] = RankMemory(int(rank), int(stage), int(used), most, whole=not reserved)
     yield from (peaks[rank] for rank in sorted(peaks))

@@ -7,7 +7,7 @@ the machine of the run: where it is not, the rest still is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -23,6 +23,7 @@ from recovery.events import (
     ConfigChanged,
     Evaluated,
     Event,
+    LayoutChosen,
     Ready,
     RunStarted,
     SnapshotCompleted,
@@ -64,6 +65,8 @@ class Recorded:
     report: Report
     config: Config | None
     """The newest resolved config, if this version of ftrain can read it."""
+    configs: Mapping[int, Config]
+    """Attempt -> the config of its layout, as far as the ledger tells it."""
     attempts: tuple[Span, ...]
     steps: tuple[Done, ...]
     """The final history: ascending, each step once."""
@@ -118,6 +121,7 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
         url=url,
         report=report(events),
         config=_config(events),
+        configs=_configs(events),
         attempts=tuple(_spans(events)),
         steps=steps,
         undone=undone,
@@ -154,15 +158,48 @@ def _spans(events: Sequence[Event]) -> Iterator[Span]:
 
 
 def _config(events: Iterable[Event]) -> Config | None:
+    newest = next((event.config for event in reversed(list(events)) if isinstance(event, RunStarted) and event.config), None)
+    return _resolved(newest)
+
+
+def _resolved(plain: Mapping[str, Any] | None) -> Config | None:
+    """A config as the ledger keeps it; None if this version of ftrain cannot read it."""
     from ftrain.load import ConfigProblems, resolve
 
-    newest = next((event.config for event in reversed(list(events)) if isinstance(event, RunStarted) and event.config), None)
-    if newest is None:
-        return None
     try:
-        return resolve(newest)
+        return resolve(plain) if plain else None
     except ConfigProblems:
         return None
+
+
+def _configs(events: Iterable[Event]) -> Mapping[int, Config]:
+    """Attempt -> its config: that of the launch, with what the choice of a layout changed.
+
+    A layout's text says all of its sizes, so it names the config. A coordinator that takes over a live layout brings the config of
+    the launch, not the layout's.
+    """
+    known: dict[str, Config | None] = {}
+    found = {}
+    for event in events:
+        match event:
+            case RunStarted() if not (event.readopted and event.layout in known):
+                known[event.layout] = _resolved(event.config)
+            case LayoutChosen():
+                known[event.layout] = _changed(known.get(event.was), event.changes)
+            case AttemptStarted() if (config := known.get(event.layout)) is not None:
+                found[event.attempt] = config
+    return found
+
+
+def _changed(config: Config | None, made: Iterable[Mapping[str, Any]]) -> Config | None:
+    """The config after these changes of single fields."""
+    if config is None:
+        return None
+    plain = msgspec.to_builtins(config)
+    for change in made:
+        section, _, name = str(change["path"]).partition(".")
+        plain[section][name] = change["new"]
+    return _resolved(plain)
 
 
 def _evaluations(events: Iterable[Event], *, last: int) -> tuple[tuple[int, float], ...]:

@@ -136,7 +136,7 @@ def lines(found: Went | None) -> list[str]:
         f"speed: {format_count(speed.tokens_per_s)} tokens/s; {speed.tflops:.3g} TFLOP/s a rank on {speed.device}, "
         f"{speed.dtype}, attention halved ({speed.tflops_full:.3g} with attention in full)",
         f"  {mfu_text(speed)}",
-        *_memory(found.memory),
+        *_memory(found.memory, cpu=speed.device == "cpu"),
     ]
 
 
@@ -145,13 +145,17 @@ def mfu_text(speed: Speed) -> str:
     return rates.mfu_text(msgspec.to_builtins(speed))
 
 
-def _memory(rows: Sequence[MemoryRow]) -> list[str]:
+def _memory(rows: Sequence[MemoryRow], *, cpu: bool) -> list[str]:
     """The fullest rank of each stage, and every rank of a small run."""
     stages = {
         stage: max((row for row in rows if row.stage == stage), key=lambda row: row.peak) for stage in {r.stage for r in rows}
     }
+    whole = {row.rank: f" ({format_bytes(row.reserved)} with libraries and arenas)" for row in rows if cpu and row.reserved}
     told = ["memory, at its peak"]
-    told += [f"  stage {stage}: {format_bytes(row.peak)} on rank {row.rank}" for stage, row in sorted(stages.items())]
+    told += [
+        f"  stage {stage}: {format_bytes(row.peak)} on rank {row.rank}{whole.get(row.rank, '')}"
+        for stage, row in sorted(stages.items())
+    ]
     if len(stages) < len(rows) <= SHOWN_RANKS:
         told.append("  " + ", ".join(f"rank {row.rank}: {format_bytes(row.peak)}" for row in rows))
     return told

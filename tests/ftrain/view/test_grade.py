@@ -12,7 +12,7 @@ import pytest
 from ftrain.plan import memory, profile, schedule
 from ftrain.plan.setup import Setup, options_of
 from ftrain.plan.time import step as predicted_step
-from ftrain.view.grade import FILE, Grade, grade, keep, lines
+from ftrain.view.grade import FILE, Grade, grade, grades, keep, lines
 from ftrain.view.pace import pace
 from ftrain.view.record import recorded
 from tests.ledgers import Story, config
@@ -52,6 +52,43 @@ def test_every_stage_has_its_memory_and_the_run_its_step_and_bubble() -> None:
     idle = 0.3 / (0.3 + 0.6)  # bubble and imbalance, over these and compute
     assert row(found, "bubble") == (pytest.approx(bubble), pytest.approx(idle), pytest.approx(idle / bubble - 1))
     assert row(found, "exposed")[1] == pytest.approx(0.10)
+
+
+def test_each_layout_is_graded_by_its_own_prediction_and_its_own_steps() -> None:
+    story = Story(config("parallel.pp=2", *H100), layout="pp2 x dp2").start().steps(21, seconds=1.0)
+    story.die().start(layout="pp2 x dp1", ranks=2).steps(21, seconds=3.0).end()
+    metrics = [line(step, layout="pp2 x dp2", memory=[[0, 0, 10, 20, 3 << 20]]) for step in range(1, 22)]
+    metrics[-1]["layout"] = "pp2 x dp1"  # written when the next layout was chosen already
+    metrics += [line(step, attempt=1, layout="pp2 x dp1", memory=[[0, 0, 10, 20, 7 << 20]]) for step in range(22, 43)]
+    wide, narrow = grades(recorded("runs/a", story.events, metrics))
+    for found, ranks, step_s, peak in ((wide, 4, 1.0, 3 << 20), (narrow, 2, 3.0, 7 << 20)):
+        own = config("parallel.pp=2", f"parallel.ranks={ranks}", *H100)
+        setup = Setup(config=own, profile=profile.load("h100"), options=options_of(own))
+        assert f"on {ranks} ranks" in found.heading
+        assert row(found, "step_s")[:2] == (predicted_step(setup).total, step_s)
+        assert row(found, "memory", 0)[:2] == (float(memory.all_ranks(setup)[0].total), peak)
+        assert found.heading in lines(found)[0]
+    assert "steps 1 to 21" in wide.heading
+    assert "steps 22 to 42" in narrow.heading
+
+
+@pytest.mark.parametrize("change", [{"layout": "tp9"}, {"config": {"model": {"of": "another version"}}}])
+def test_a_layout_whose_config_is_not_told_is_not_predicted_by_another_ones(change: dict[str, Any]) -> None:
+    story = Story(config("parallel.pp=2")).start().steps(5).end()
+    events = [msgspec.structs.replace(story.events[0], **change), *story.events[1:]]
+    (found,) = grades(recorded("runs/a", events))
+    assert "no config" in found.note
+
+
+@pytest.mark.parametrize(("reserved", "peak", "comparable"), [(300 << 20, 50 << 20, True), (0, 300 << 20, False)])
+def test_a_cpu_ranks_private_memory_is_graded_and_a_whole_process_is_not(reserved: int, peak: int, comparable: bool) -> None:
+    """As recorded now, and as by earlier versions, which knew only the whole process."""
+    metrics = [line(step, device="cpu", memory=[[0, 0, 40 << 20, reserved, peak]]) for step in range(1, 21)]
+    found = graded(metrics=metrics)
+    _, measured, error = row(found, "memory", 0)
+    assert measured == peak  # of the private memory, not of the process
+    assert (error is not None) is comparable
+    assert any("not comparable" in text for text in lines(found)) is not comparable
 
 
 def test_without_a_peak_no_time_is_predicted() -> None:

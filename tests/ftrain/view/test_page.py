@@ -78,9 +78,11 @@ def test_the_facts_of_the_run_are_on_the_page(opened: Browser) -> None:
     assert opened.value("document.querySelectorAll('svg[data-plot=loss] line.mark').length") == 2
     assert opened.value("document.querySelectorAll('svg[data-plot=loss] circle.heldout').length") == 2
     assert opened.value("document.querySelectorAll('svg[data-plot=loss] polyline.undone').length") == 1
-    assert opened.value("document.querySelectorAll('#predicted rect.kF').length") == 4 * 8  # stages x micro-batches
-    assert opened.value("document.querySelectorAll('svg#measured rect.kB').length") == 4 * 8
-    assert "idle 27.3 % of the total, 330.0 ms" in opened.value("document.querySelector('svg#measured').textContent")  # 3 / 11
+    assert (
+        opened.value("document.querySelectorAll('#predicted rect.kF').length") == 4 * 16
+    )  # stages x micro-batches of the newest layout
+    assert opened.value("document.querySelectorAll('svg#measured rect.kB').length") == 4 * 16
+    assert "idle 15.8 % of the total, 570.0 ms" in opened.value("document.querySelector('svg#measured').textContent")  # 3 / 19
     shares = opened.value(
         "[...document.querySelectorAll('#buckets td:nth-child(3)')].map(cell => parseFloat(cell.textContent))"
     )
@@ -88,6 +90,15 @@ def test_the_facts_of_the_run_are_on_the_page(opened: Browser) -> None:
     assert shares[-1] == 100
     assert opened.value("document.querySelectorAll('#memory rect.measured').length") == 4
     assert HOSTILE in opened.value("document.querySelector('#interruption-table').textContent")
+
+
+def test_each_layout_has_its_own_heading_and_figures(opened: Browser) -> None:
+    headings = opened.value("[...document.querySelectorAll('#predicted-beside-measured h3')].map(it => it.textContent)")
+    assert [text.split(",")[0] for text in headings] == ["pp4 x dp2 on 8 ranks", "pp4 x dp1 on 4 ranks"]
+    assert "steps 1 to 50" in headings[0]
+    assert opened.value("document.querySelectorAll('#grade-0, #grade').length") == 2
+    assert opened.value("document.querySelectorAll('#memory-0 rect.measured').length") == 0  # nothing recorded of its ranks
+    assert "not comparable" not in opened.value("document.querySelector('#grade').textContent")
 
 
 def test_buckets_of_a_step_add_up(opened: Browser) -> None:
