@@ -175,8 +175,8 @@ def _resolved(plain: Mapping[str, Any] | None) -> Config | None:
 def _configs(events: Iterable[Event]) -> Mapping[int, Config]:
     """Attempt -> its config: that of the launch, with what the choice of a layout changed.
 
-    A layout's text says all of its sizes, so it names the config. A coordinator that takes over a live layout brings the config of
-    the launch, not the layout's.
+    A layout's text says all of its sizes, so it names the config. A coordinator that takes over a live layout brings the config
+    of the launch, not the layout's.
     """
     known: dict[str, Config | None] = {}
     found = {}
