@@ -31,6 +31,7 @@ from benchmarks import common
 from benchmarks.ranks import world
 from benchmarks.text import Text
 from ftrain.config import Batch, Config, Data, Machine, Model, Optimizer, Parallel, PipelineSchedule, Run, Source
+from ftrain.parallel.expert import Routing
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.pipeline import Job, Pipeline, Stage, Timed, measured
 from ftrain.parallel.program import lower
@@ -88,7 +89,9 @@ class Sleeper(Stage):
 class Stream:
     """The shape of what travels between sleepers."""
 
-    def __call__(self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None, routing: Routing | None
+    ) -> torch.Tensor:
         """Nothing is computed."""
         return x
 

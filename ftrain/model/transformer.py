@@ -10,6 +10,7 @@ blocks is cut along the positions (`ftrain.parallel.ops`); `place` holds these s
     layers.N.attention_norm, layers.N.mlp_norm          [hidden]
     layers.N.attention.wq, wk, wv, wo                   [heads x K, hidden], ..., [hidden, heads x K]
     layers.N.mlp.w1 (gate), w3 (up), w2 (down)          [ffn, hidden], [ffn, hidden], [hidden, ffn]
+    layers.N.moe.router, w1, w3, w2                     instead, with experts: see `ftrain.model.moe`
     layers.N.attention.q_norm, k_norm                   [K], if `qk_norm`
     norm                                                [hidden]
     head                                                [vocab, hidden], absent if tied
@@ -28,8 +29,10 @@ from ftrain.config import Model, Recompute
 from ftrain.model.attention import attention, rotary_tables
 from ftrain.model.functional import embed, head_loss, rms_norm, rotate, swiglu, token_losses
 from ftrain.model.fused import EAGER, Kernels
+from ftrain.model.moe import ALONE, Groups, Moe
 from ftrain.model.recompute import again
 from ftrain.parallel.context import ContextGroup
+from ftrain.parallel.expert import Routing
 from ftrain.parallel.layout import head_dim, num_kv_heads
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import View
@@ -38,11 +41,12 @@ from ftrain.parallel.weight import Weight, precise
 
 
 class Positions(NamedTuple):
-    """Which positions of its sequences a rank computes, as attention needs to know it."""
+    """Which positions of its sequences a rank computes, and what else layers need to know of them."""
 
     tables: tuple[torch.Tensor, torch.Tensor]  # rotary cos and sin of them
     group: ContextGroup | None = None  # the ranks that have the others
     documents: torch.Tensor | None = None  # [B, whole T], if attention stays within documents
+    routing: Routing = Routing()
 
 
 class Attention(nn.Module):
@@ -94,13 +98,18 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and MLP, each on a normalised input, each added to the residual stream."""
+    """One decoder layer: attention and an MLP, or experts, each on a normalised input, each added to the residual stream."""
 
-    def __init__(self, model: Model, group: TensorGroup | None, recompute: Recompute, kernels: Kernels = EAGER) -> None:
+    def __init__(
+        self, model: Model, groups: Groups, recompute: Recompute, kernels: Kernels = EAGER, *, number: int = 0
+    ) -> None:
+        """`number`: of the layer."""
         super().__init__()
         self.eps, self.kernels = model.norm_eps, kernels
         self.attention_norm, self.mlp_norm = _empty(model.hidden), _empty(model.hidden)
-        self.attention, self.mlp = Attention(model, group, recompute, kernels), Mlp(model, group, kernels)
+        self.attention = Attention(model, groups.tensor, recompute, kernels)
+        self.mlp = None if model.experts else Mlp(model, groups.tensor, kernels)
+        self.moe = Moe(model, number, groups, kernels) if model.experts else None
         self.recompute = recompute == "full"
 
     def forward(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -109,7 +118,13 @@ class Block(nn.Module):
 
     def _apply_to(self, x_BTD: torch.Tensor, positions: Positions) -> torch.Tensor:
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.eps, self.kernels), positions)
-        change: torch.Tensor = self.mlp(rms_norm(x_BTD, self.mlp_norm, self.eps, self.kernels))
+        normed = rms_norm(x_BTD, self.mlp_norm, self.eps, self.kernels)
+        change: torch.Tensor
+        if self.moe is None:
+            assert self.mlp is not None
+            change = self.mlp(normed)
+        else:
+            change = self.moe(normed, positions.routing)
         return x_BTD + change
 
 
@@ -122,19 +137,19 @@ class Transformer(nn.Module):
         *,
         dtype: torch.dtype,
         layers: range | None = None,
-        group: TensorGroup | None = None,
-        context: ContextGroup | None = None,
+        groups: Groups = ALONE,
         recompute: Recompute = "none",
         kernels: Kernels = EAGER,
     ) -> None:
         """`dtype` is that of the activations; `layers` the numbers of the layers held, all by default."""
         super().__init__()
         layers = range(model.layers) if layers is None else layers
-        self.model, self.dtype, self.group, self.context, self.kernels = model, dtype, group, context, kernels
-        matrix = (model.vocab if group is None else len(group.vocabulary), model.hidden)
+        self.model, self.dtype, self.kernels = model, dtype, kernels
+        self.group, self.context = groups.tensor, groups.context
+        matrix = (model.vocab if self.group is None else len(self.group.vocabulary), model.hidden)
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.layers
         self.embedding = _empty(*matrix) if self.is_first or (self.is_last and model.tied) else None
-        self.layers = nn.ModuleDict({str(number): Block(model, group, recompute, kernels) for number in layers})
+        self.layers = nn.ModuleDict({str(n): Block(model, groups, recompute, kernels, number=n) for n in layers})
         self.norm = _empty(model.hidden) if self.is_last else None
         self.head = _empty(*matrix) if self.is_last and not model.tied else None
 
@@ -155,12 +170,16 @@ class Transformer(nn.Module):
             setattr(self.get_submodule(path), leaf, weight)
 
     def forward(
-        self, x: torch.Tensor, part: Sequence[str] | None = None, documents: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        part: Sequence[str] | None = None,
+        documents: torch.Tensor | None = None,
+        routing: Routing | None = None,
     ) -> torch.Tensor:
         """Tokens [B, T] (first stage) or activations [B, T, D] -> activations, normalised on the last stage.
 
         `part`: only these of the stage's `blocks`, in order; the first's input is then what the block before it returned.
-        `documents`, [B, T] of whole sequences: attention does not look from one into another.
+        `documents`, [B, T] of whole sequences: attention does not look from one into another. `routing`: for the experts.
         """
         for name in self.blocks if part is None else part:
             if name == "embedding":
@@ -171,7 +190,8 @@ class Transformer(nn.Module):
                 assert self.norm is not None
                 x = rms_norm(x, self.norm, self.model.norm_eps, self.kernels)
             else:
-                x = self.layers[name.removeprefix("layers.")](x, self.positions(x.shape[1] * self._cuts, x.device, documents))
+                positions = self.positions(x.shape[1] * self._cuts, x.device, documents)
+                x = self.layers[name.removeprefix("layers.")](x, positions._replace(routing=routing or Routing()))
         return x
 
     @property

@@ -87,6 +87,17 @@ class ContextGroup:
         """This rank's positions of whole sequences, [B, T] -> [B, T / cp]."""
         return take(x_BT, self.spans(x_BT.shape[1] // self.size))
 
+    def whole(self, x_BT: torch.Tensor) -> torch.Tensor:
+        """Everybody's positions of something small, in their order: [B, T / cp, ...] -> [B, T, ...]. No gradients."""
+        gathered = x_BT.new_empty(self.size, *x_BT.shape)
+        self.mesh.start_gather(gathered, x_BT.contiguous(), CP).wait()
+        length = x_BT.shape[1]
+        out = x_BT.new_empty(x_BT.shape[0], length * self.size, *x_BT.shape[2:])
+        for source, part in enumerate(gathered):
+            for span, piece in zip(self.spans(length, source), part.chunk(2, 1), strict=True):
+                out[:, span.start : span.stop] = piece
+        return out
+
     def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Everybody's `kv` [2, B, T / cp, H, K], one block after the other with its rank: mine first, then as the ring turns.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from functools import lru_cache
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,12 @@ from ftrain.parallel.shape import AXES, SHARD_AXES, Coordinate, MeshShape
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_GROUPS: tuple[tuple[Axis, ...], ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES)
+Along = tuple[Axis, ...] | Literal["experts", "replicas of experts"]
+"""With whom: the ranks that differ along some axes; those that share out the experts; those that have the same ones."""
+
+EXPERTS: Literal["experts"] = "experts"
+_SAME_EXPERTS: Literal["replicas of experts"] = "replicas of experts"
+_GROUPS: tuple[Along, ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES, EXPERTS, _SAME_EXPERTS)
 
 
 class Work(Protocol):
@@ -73,14 +79,13 @@ class Mesh:
         self._outer: dist.ProcessGroup | None = None
         self._made = {tuple(range(shape.world))}
         self.clock = Clock()
-        self._waits: dict[tuple[Axis, ...], Group] = {}
+        self._waits: dict[Along, Group] = {}
         if shape.world > 1:
             _check_world(shape, rank)
             assert dist.group.WORLD is not None
             self._groups[tuple(range(shape.world))] = dist.group.WORLD
-            for axes in _GROUPS:
-                firsts = [rank for rank in range(shape.world) if not any(shape.coordinate(rank).on(axis) for axis in axes)]
-                self._make_groups([shape.group(rank, axes) for rank in firsts])
+            for along in _GROUPS:
+                self._make_groups(list(dict.fromkeys(members(shape, rank, along) for rank in range(shape.world))))
 
     def make_neighbours(self, width: int) -> None:
         """Groups of `width` neighbours along tp, for `sum_neighbours`. A collective of all ranks."""
@@ -97,10 +102,10 @@ class Mesh:
                 if self.rank in members:
                     self._groups[members] = group
 
-    def group(self, axes: tuple[Axis, ...] = AXES) -> dist.ProcessGroup | None:
-        """The group of this rank over `axes`; None if it is alone."""
-        members = self.shape.group(self.rank, axes)
-        return None if len(members) == 1 else self._groups[members]
+    def group(self, along: Along = AXES) -> dist.ProcessGroup | None:
+        """The group of this rank over axes, or another; None if it is alone."""
+        them = members(self.shape, self.rank, along)
+        return None if len(them) == 1 else self._groups[them]
 
     def all_reduce(self, tensor: torch.Tensor, axes: tuple[Axis, ...] = AXES) -> torch.Tensor:
         """Sum a tensor over `axes`, in place."""
@@ -147,35 +152,51 @@ class Mesh:
         """Begin to sum `whole` over `axes`, of which `out` gets this rank's part (both contiguous, compared flat)."""
         return self._scatter(out, whole, axes)
 
-    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum a flat buffer of equal regions over the shard axes, in place. Only this rank's region, returned, has the sums."""
-        return self.start_reduce_scatter(flat).wait()
+    def reduce_scatter(self, flat: torch.Tensor, sharers: int = 1) -> torch.Tensor:
+        """Sum a flat buffer of equal regions over the shard axes, in place. Only this rank's region, returned, has the sums.
 
-    def start_reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        `sharers`: so many neighbours have other experts in theirs; then over the ranks with the same.
+        """
+        return self.start_reduce_scatter(flat, sharers).wait()
+
+    def start_reduce_scatter(self, flat: torch.Tensor, sharers: int = 1) -> Pending:
         """Begin to."""
-        mine = self.region(flat)
-        return Pending(mine) if self.shape.shards == 1 else self._scatter(mine, flat, SHARD_AXES)
+        mine = self.region(flat, sharers)
+        return Pending(mine) if self.shape.shards == sharers else self._scatter(mine, flat, _among(sharers))
 
-    def _scatter(self, out: torch.Tensor, whole: torch.Tensor, axes: tuple[Axis, ...]) -> Pending:
+    def _scatter(self, out: torch.Tensor, whole: torch.Tensor, along: Along) -> Pending:
         """Host tensors are exchanged and added here, in the order of the ranks: Gloo's own takes two to nine times as long."""
-        group = self.group(axes)
-        self._sends(axes, whole.nbytes)
+        group = self.group(along)
+        self._sends(along, whole.nbytes)
         if not whole.is_cpu:
-            return self._pending(out, axes, _reduce_scatter(out.view(-1), whole.view(-1), group=group, async_op=True))
+            return self._pending(out, along, _reduce_scatter(out.view(-1), whole.view(-1), group=group, async_op=True))
         parts = whole.new_empty(whole.numel() // out.numel(), out.numel())
         work = dist.all_to_all_single(parts.view(-1), whole.view(-1), group=group, async_op=True)
-        return self._pending(out, axes, _Summing(work, parts, out.view(-1)))
+        return self._pending(out, along, _Summing(work, parts, out.view(-1)))
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill a flat buffer of equal regions with everybody's own region, in place."""
         self.start_all_gather(flat).wait()
 
-    def start_all_gather(self, flat: torch.Tensor) -> Pending:
-        """Begin to."""
-        group = self.group(SHARD_AXES)
-        self._sends(SHARD_AXES, flat.nbytes)
-        work = None if group is None else _all_gather(flat, self.region(flat), group=group, async_op=True)
-        return self._pending(flat, SHARD_AXES, work)
+    def start_all_gather(self, flat: torch.Tensor, sharers: int = 1) -> Pending:
+        """Begin to; `sharers` as in `reduce_scatter`."""
+        along = _among(sharers)
+        group = self.group(along)
+        self._sends(along, flat.nbytes)
+        work = None if group is None else _all_gather(flat, self.region(flat, sharers), group=group, async_op=True)
+        return self._pending(flat, along, work)
+
+    def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Send the first `sent[0]` rows to the first of those that share out the experts, the next to the second, ...; what
+        they sent to this rank, `received[i]` rows from each, one after the other.
+        """
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        own = self.shape.shard(self.coordinate) % self.shape.ep
+        self.clock.send(self._counted(EXPERTS).axis, (rows.shape[0] - sent[own]) * rows[:1].nbytes)
+        before = self.clock.enter(self._wait(EXPERTS))
+        dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=self.group(EXPERTS))
+        self.clock.enter(before)
+        return out
 
     def start_transfers(self, transfers: Sequence[tuple[torch.Tensor, int, bool]], axis: Axis = "pp") -> list[Pending]:
         """Begin to send (True) or receive (False) tensors to or from other ranks of an axis, by their index, as one batch."""
@@ -194,26 +215,27 @@ class Mesh:
             for (tensor, _, _), work in zip(transfers, works, strict=True)
         ]
 
-    def _pending(self, tensor: torch.Tensor, axes: tuple[Axis, ...], work: Work | None) -> Pending:
-        return Pending(tensor) if work is None else Pending(tensor, work, self.clock, self._wait(axes))
+    def _pending(self, tensor: torch.Tensor, along: Along, work: Work | None) -> Pending:
+        return Pending(tensor) if work is None else Pending(tensor, work, self.clock, self._wait(along))
 
-    def _sends(self, axes: tuple[Axis, ...], nbytes: int) -> None:
+    def _sends(self, along: Along, nbytes: int) -> None:
         """What a ring sends of a buffer of so many bytes from each of its members: all but its own part."""
-        if self.group(axes) is not None:
-            group = self._counted(axes)
+        if self.group(along) is not None:
+            group = self._counted(along)
             self.clock.send(group.axis, nbytes * (len(group.members) - 1) / len(group.members))
 
-    def _counted(self, axes: tuple[Axis, ...]) -> Group:
+    def _counted(self, along: Along) -> Group:
         """The clock's record of a group of more than one member."""
-        group = self._waits.get(axes)
+        group = self._waits.get(along)
         if group is None:
+            axes = SHARD_AXES if isinstance(along, str) else along
             axis = next(axis for axis in ("dp", "pp", "cp", "tp") if axis in axes and self.shape.size(axis) > 1)
-            group = self._waits[axes] = self.clock.group(self.shape.group(self.rank, axes), axis)
+            group = self._waits[along] = self.clock.group(members(self.shape, self.rank, along), axis)
         return group
 
-    def _wait(self, axes: tuple[Axis, ...]) -> Wait:
+    def _wait(self, along: Along) -> Wait:
         """What waiting for the collective counts as that is issued now."""
-        group = self._counted(axes)
+        group = self._counted(along)
         return Wait(group, group.ticket())
 
     # -- measurements: told apart from the collectives of a step, and not among them ---------------------------------------
@@ -255,10 +277,23 @@ class Mesh:
         _all_gather(out.view(-1), part, group=self._outer)
         return out
 
-    def region(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's region of a flat buffer, as a view."""
-        size = flat.numel() // self.shape.shards
-        return flat[self.shard * size : (self.shard + 1) * size]
+    def region(self, flat: torch.Tensor, sharers: int = 1) -> torch.Tensor:
+        """This rank's region of a flat buffer, as a view; `sharers` as in `reduce_scatter`."""
+        size, index = flat.numel() * sharers // self.shape.shards, self.shard // sharers
+        return flat[index * size : (index + 1) * size]
+
+
+@lru_cache(maxsize=1024)
+def members(shape: MeshShape, rank: int, along: Along) -> tuple[int, ...]:
+    """The ranks, ascending, that a rank talks to, itself among them."""
+    if along == EXPERTS:
+        return shape.expert_group(rank)
+    return shape.expert_replicas(rank) if along == _SAME_EXPERTS else shape.group(rank, along)
+
+
+def _among(sharers: int) -> Along:
+    """Who shares a buffer's regions: all of CP x DP, or those with the same experts."""
+    return SHARD_AXES if sharers == 1 else _SAME_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)

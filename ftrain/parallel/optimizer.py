@@ -1,6 +1,6 @@
 """AdamW with its state cut over the replicas (ZeRO-1), on flat aligned buffers.
 
-Per bucket, N elements and R replicas:
+Per bucket, N elements and R replicas (of experts that are shared out: those that have the same ones):
 
     weights    bf16, N      what forward and backward read; whole on every replica
     main_grad  fp32, N      what backward adds to; whole on every replica
@@ -90,7 +90,7 @@ class ShardedAdamW:
         weights, main_grad = zeros(bucket.numel, self.types.weights), zeros(bucket.numel, self.types.state)
         twin = self._twin_of(bucket)
         is_copy = twin is not None and twin < self.mesh.coordinate.pp
-        parts = () if is_copy else bucket.parts(self.mesh.shard)
+        parts = () if is_copy else bucket.parts(bucket.region_of(self.mesh.shard))
         master, exp_avg, exp_avg_sq = (zeros(0 if is_copy else bucket.region, self.types.state) for _ in range(3))
         return Region(bucket, parts, weights, main_grad, master, exp_avg, exp_avg_sq, twin)
 
@@ -156,7 +156,7 @@ class ShardedAdamW:
             StatePiece(
                 f"grad/{part.spec.name}",
                 part.box,
-                self.mesh.region(region.main_grad)[part.start : part.stop].view(part.box.shape),
+                self._mine(region.main_grad, region)[part.start : part.stop].view(part.box.shape),
                 name,
                 is_owner(part.spec, self.mesh.coordinate),
             )
@@ -177,7 +177,7 @@ class ShardedAdamW:
         """Weights of this region = rounded masters, then everybody's to everybody. Also after a load."""
         for index, region in enumerate(self.regions):
             if not region.is_copy(self._pp):
-                self.mesh.region(region.weights).copy_(region.master)
+                self._mine(region.weights, region).copy_(region.master)
             self.start_gather(index)
         self.finish()
 
@@ -185,6 +185,10 @@ class ShardedAdamW:
         """Before the first micro-batch of an update."""
         for region in self.regions:
             region.main_grad.zero_()
+
+    def _mine(self, flat: torch.Tensor, region: Region) -> torch.Tensor:
+        """This replica's region of a whole buffer."""
+        return self.mesh.region(flat, region.bucket.sharers)
 
     @property
     def _pp(self) -> int:
@@ -203,14 +207,14 @@ class ShardedAdamW:
         """
         region = self.regions[index]
         self._sum_partial(region)
-        self._under_way(index, self.mesh.start_reduce_scatter(region.main_grad), beside)
+        self._under_way(index, self.mesh.start_reduce_scatter(region.main_grad, region.bucket.sharers), beside)
 
     def reduce_twins(self) -> None:
         """The last stage's summed region of a tied embedding is added to the first stage's, which updates it for both."""
         self.finish()
         for region in self.regions:
             if region.twin is not None:
-                mine = self.mesh.region(region.main_grad)
+                mine = self._mine(region.main_grad, region)
                 if region.is_copy(self._pp):
                     self.mesh.start_transfers([(mine, region.twin, True)])[0].wait()
                 else:
@@ -220,9 +224,9 @@ class ShardedAdamW:
         """Give everybody a bucket's weights, each replica those of its region; a twin gets them from its owner first."""
         region = self.regions[index]
         if region.twin is not None:
-            mine = self.mesh.region(region.weights)
+            mine = self._mine(region.weights, region)
             self.mesh.start_transfers([(mine, region.twin, not region.is_copy(self._pp))])[0].wait()
-        self._under_way(index, self.mesh.start_all_gather(region.weights), beside)
+        self._under_way(index, self.mesh.start_all_gather(region.weights, region.bucket.sharers), beside)
 
     def _under_way(self, index: int, pending: Pending, beside: bool) -> None:
         if beside:
@@ -259,7 +263,7 @@ class ShardedAdamW:
 
     def _owned_grads(self) -> Iterator[torch.Tensor]:
         for region in self.regions:
-            mine = self.mesh.region(region.main_grad)
+            mine = self._mine(region.main_grad, region)
             if region.parts and all(is_owner(part.spec, self.mesh.coordinate) for part in region.parts):
                 yield mine  # padding is zero
             else:
@@ -276,7 +280,7 @@ class ShardedAdamW:
             self.start_gather(index, beside=beside)
 
     def _update(self, region: Region, adam: Constants, factor: float) -> None:
-        grad, weights = self.mesh.region(region.main_grad), self.mesh.region(region.weights)
+        grad, weights = self._mine(region.main_grad, region), self._mine(region.weights, region)
         for block, decay in self._blocks(region):
             if factor != 1.0:
                 grad[block].mul_(factor)

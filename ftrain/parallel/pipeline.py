@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ftrain.parallel.clock import COMPUTE, Timer
+from ftrain.parallel.expert import Routing
 from ftrain.parallel.mesh import Mesh, Pending
 from ftrain.parallel.program import Batch, Instruction, Part, Program, Reduce
 from ftrain.parallel.schedule import Action, Kind
@@ -34,7 +35,9 @@ _GONE = torch.empty(0)
 class Module(Protocol):
     """The part of the model that a virtual stage computes."""
 
-    def __call__(self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, part: Sequence[str], documents: torch.Tensor | None, routing: Routing | None
+    ) -> torch.Tensor: ...
 
     def stream_shape(self, sequences: int, length: int) -> tuple[int, ...]:
         """The shape of the activations between two stages."""
@@ -50,6 +53,7 @@ class Job:
     documents: Callable[[int], torch.Tensor | None] = lambda microbatch: (
         None
     )  # which its whole sequences are made of, if it matters
+    routing: Callable[[int], Routing | None] = lambda microbatch: None  # what its routers need to know
     reduce: Callable[[int], None] = lambda bucket: None  # start to sum a bucket's gradients over the replicas
     ready: Callable[[int], None] = lambda bucket: None  # until a bucket's weights may be read
 
@@ -97,7 +101,7 @@ class Stage:
                 job.ready(bucket)
             if torch.is_grad_enabled() and x.is_floating_point():
                 x = x.detach().requires_grad_()
-            leaf, x = x, self.module(x, part, job.documents(microbatch))
+            leaf, x = x, self.module(x, part, job.documents(microbatch), job.routing(microbatch))
             held.append(_Segment(leaf, get_gradient_edge(x) if x.requires_grad else None))
         if ends:
             loss = job.finish(microbatch, x)

@@ -46,6 +46,22 @@ def row(group: TensorGroup | None, x: torch.Tensor, weight: torch.Tensor) -> tor
     return output
 
 
+def widened(group: TensorGroup | None, x: torch.Tensor) -> torch.Tensor:
+    """What a block begins with that is no matrix: [B, T / tp, D] in, [B, T, D] out; gradients of it are summands."""
+    if group is None:
+        return x
+    output: torch.Tensor = _Widened.apply(group, x)
+    return output
+
+
+def narrowed(group: TensorGroup | None, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """And ends with: summands [B, T, D] in, their sum out, [B, T / tp, D] in `dtype`."""
+    if group is None:
+        return y.to(dtype)
+    output: torch.Tensor = _Narrowed.apply(group, y, dtype)
+    return output
+
+
 def embed_cut(group: TensorGroup, tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of an embedding matrix cut by rows: [B, T] in, [B, T / tp, D] out."""
     output: torch.Tensor = _Embed.apply(group, tokens, weight, dtype)
@@ -117,6 +133,33 @@ class _Row(Function):
         dy_NO = whole.reshape(-1, whole.shape[-1])
         dweight = accumulate(ctx.weight, dy_NO, x.reshape(-1, x.shape[-1]))
         return None, (dy_NO @ ctx.weight.to(x.dtype)).view(x.shape), dweight
+
+
+class _Widened(Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, x: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return group.widen(x).wait().view(x.shape if not group.sequence else (x.shape[0], -1, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _sum(ctx.group, dy).to(dy.dtype)
+
+
+class _Narrowed(Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.group, ctx.dtype = group, y.dtype
+        return _sum(group, y).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        return None, ctx.group.widen(dout).wait().to(ctx.dtype), None
+
+
+def _sum(group: TensorGroup, y: torch.Tensor) -> torch.Tensor:
+    """`narrow`, of a tensor that others may still look at."""
+    return group.narrow(y if group.sequence else y.clone()).wait()
 
 
 class _Embed(Function):

@@ -6,15 +6,18 @@ Every mesh goes this way, also one process: there the pipeline has one rank and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ftrain.config import Config
 from ftrain.model.fused import EAGER, compiled, prepare
+from ftrain.model.moe import Groups
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.buckets import plan_buckets
 from ftrain.parallel.context import ContextGroup
+from ftrain.parallel.expert import ExpertGroup, Routing
 from ftrain.parallel.layout import ParameterSpec
 from ftrain.parallel.ops import TensorGroup
 from ftrain.parallel.optimizer import ShardedAdamW
@@ -53,16 +56,16 @@ class Passes:
         self._num_buckets = [len(of_rank) for of_rank in buckets]
         self._segments: list[Segments] = [segments(self.plan, index, of_rank) for index, of_rank in enumerate(buckets)]
         self.closing = tuple(gather.bucket for gather in closing(self._segments[rank], self._num_buckets[rank]))
-        group = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
         self.context = ContextGroup.of(self.mesh, parallel)
+        tensor = TensorGroup.of(self.mesh, parallel, specs[0].tp, config.model.vocab)
+        groups = Groups(tensor, self.context, ExpertGroup.of(self.mesh))
         self.kernels = compiled(optimizer.device.type) if config.machine.compile else EAGER
         self.modules = {
             stage: Transformer(
                 config.model,
                 dtype=dtype,
                 layers=self.plan.layers[stage],
-                group=group,
-                context=self.context,
+                groups=groups,
                 recompute=parallel.recompute,
                 kernels=self.kernels,
             )
@@ -79,6 +82,8 @@ class Passes:
         )
         self._programs: dict[int, Program] = {}
         self.schedule: Schedule | None = None  # of the newest `accumulate`
+        self.choose: Callable[[int, int, torch.Tensor], torch.Tensor] | None = None
+        """As `Routing.choose`, told the micro-batch first; for certificates."""
 
     def prepare(self) -> None:
         """Compile what is to be compiled: minutes, better spent before anybody's patience with a step begins to run."""
@@ -109,6 +114,7 @@ class Passes:
         """Add the gradients of scale x the summed loss to `main_grad`, and sum them over the replicas; my share of that loss,
         which is on the last stage. `microbatches` are whole sequences.
         """
+        routings = [self._routing(number, batch, scale) for number, batch in enumerate(microbatches)]
         microbatches = [batch.part(self.context) for batch in microbatches]
         loss = torch.zeros((), dtype=torch.float64, device=self.optimizer.device)
 
@@ -125,6 +131,7 @@ class Passes:
             shape=lambda number: _shape(microbatches[number].tokens),
             finish=finish,
             documents=lambda number: microbatches[number].documents,
+            routing=routings.__getitem__,
             reduce=lambda bucket: self.optimizer.start_reduce(bucket, beside=beside),
             ready=self.optimizer.wait,
         )
@@ -132,6 +139,11 @@ class Passes:
         self.schedule = program.schedule
         self.pipeline.run(program.ranks[self.mesh.coordinate.pp], job)
         return loss
+
+    def _routing(self, number: int, batch: Sequences, scale: float) -> Routing:
+        """A sequence's balance loss weighs as much as its valid tokens do."""
+        balance = batch.valid.sum(1, dtype=torch.float64) * (self.config.model.balance_coef * scale)
+        return Routing(balance, None if self.choose is None else partial(self.choose, number))
 
     def forward(
         self, sizes: Sequence[int], batch: Callable[[int], Sequences], use: Callable[[int, Sequences, torch.Tensor], None]

@@ -67,7 +67,7 @@ def in_mode(config: Config, mode: str) -> Config:
 def _applied(name: str, config: Config) -> Config:
     data: dict[str, Any] = msgspec.to_builtins(config)
     plain = msgspec.to_builtins(Parallel())
-    data["parallel"] |= {key: plain[key] for key in ("tp", "cp", "pp", "schedule", "virtual_stages", "layer_counts")}
+    data["parallel"] |= {key: plain[key] for key in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages", "layer_counts")}
     data["faults"] = []
     sizes = dict.fromkeys(AXES, 1)
     for item in name.split(","):

@@ -68,9 +68,9 @@ def copies_of_kv_heads_not_summed():
 def dropped_layer():
     """30 layers silently built as 28 (Megatron-LM 1304)."""
 
-    def forward(original, self, x, part=None, documents=None):
+    def forward(original, self, x, part=None, *facts):
         kept = [name for name in (self.blocks if part is None else part) if name != "layers.1"]
-        return original(self, x, kept, documents)
+        return original(self, x, kept, *facts)
 
     with patched(transformer.Transformer, "forward", forward):
         yield

@@ -21,6 +21,7 @@ from world import run_world
 
 from ftrain.config import Model, Parallel
 from ftrain.model import functional
+from ftrain.model.moe import Groups
 from ftrain.model.transformer import Block, Transformer
 from ftrain.parallel.layout import local_box, parameters
 from ftrain.parallel.mesh import Mesh
@@ -201,7 +202,7 @@ def _dtensor(rank):
     expected.backward(direction[:, mine])
 
     mesh = Mesh(MeshShape(tp=2), rank)
-    ours = Block(MODEL, TensorGroup(mesh=mesh, vocabulary=range(0)), "none")
+    ours = Block(MODEL, Groups(TensorGroup(mesh=mesh, vocabulary=range(0))), "none")
     for spec in specs():
         name = spec.name.removeprefix("layers.0.")
         box = local_box(spec, mesh.shape, mesh.coordinate)
@@ -246,7 +247,7 @@ def test_modules_have_the_shapes_of_the_placement_table(tp, model):
         group = TensorGroup.of(place, Parallel(), table["embedding"].tp, model.vocab)
         modules = {
             name: tuple(parameter.shape)
-            for name, parameter in Transformer(model, dtype=torch.float32, group=group).named_parameters()
+            for name, parameter in Transformer(model, dtype=torch.float32, groups=Groups(group)).named_parameters()
             if parameter.numel()
         }
         boxes = {name: local_box(spec, mesh, place.coordinate) for name, spec in table.items()}
@@ -256,7 +257,7 @@ def test_modules_have_the_shapes_of_the_placement_table(tp, model):
 def test_a_part_without_rows_has_no_parameter():
     """The module keeps an empty matrix, the optimizer holds nothing of it."""
     mesh = Mesh(MeshShape(), 0)
-    decoder = Transformer(MODEL, dtype=torch.float64, group=TensorGroup(mesh=mesh, vocabulary=range(32, 32)))
+    decoder = Transformer(MODEL, dtype=torch.float64, groups=Groups(TensorGroup(mesh=mesh, vocabulary=range(32, 32))))
     views = {
         spec.name: View(torch.zeros(spec.shape), torch.zeros(spec.shape))
         for spec in parameters(MODEL, MeshShape())
