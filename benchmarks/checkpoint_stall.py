@@ -3,8 +3,13 @@
     2 ranks x 256 MiB of state (14 bytes per parameter), a real engine under DP 2
     ours      Saver.save into arena slots, then a real keeper process stores them on the local disk
     memcpy    warm buffers of the same size, both ranks at once
-    step, overlapped   a step of training without a save, and one with the copy of the state before it beside it
     dcp_*     async_save in thread and process mode, with the defaults and with a stager that is kept
+    step, overlapped        a step of training without a save, and one with the copy of the state before it beside it
+    overlapped_stored       the same, and the keeper stores it beside the step, too
+    dcp_*_async_stager      a step with an `async_save` before it that stages in a thread, and then stores
+
+The cases around a step are measured in rounds of their own, more of them, because the difference of two steps is sought: it is
+paired within a round, and given with the bounds between which its median lies at 90 %.
 
 A round's figure is the maximum over the ranks; everything stored is awaited before the next case begins. The first call of
 each case is warm-up. Each of our saves is compared with the live state by digest, and the last one is committed and verified
@@ -25,6 +30,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import common
+from benchmarks.peers.dcp import BESIDE, FORMS
 from benchmarks.stall_messages import ForKeeper, FromRank, Leave, Measure, Measured, RankArgs, Up
 from ftrain.checkpoint.arena import slot_name
 from ftrain.checkpoint.layout import rank_slot_nbytes
@@ -41,16 +47,12 @@ from storage.local import LocalStore
 from storage.merge import merge
 from storage.run import RunStore
 
-CASES = (
-    "memcpy",
-    "ours",
-    "step",
-    "overlapped",
-    "dcp_thread",
-    "dcp_thread_kept_stager",
-    "dcp_process",
-    "dcp_process_kept_stager",
-)
+PEERS = tuple(f"dcp_{form}" for form in FORMS)
+PEERS_BESIDE = tuple(f"dcp_{form}" for form in BESIDE)
+CASES = ("memcpy", "ours", *PEERS)
+BESIDE_STEP = ("step", "overlapped", "overlapped_stored", *PEERS_BESIDE)
+WARM_UP = 1_000_000  # a number that no measured round has
+ROUNDS_BESIDE = 3  # for each round of the others
 TIMEOUT_S = 300.0
 CONFIG = """
 run = {{ url = "{url}", steps = 1000000, seed = 1 }}
@@ -67,7 +69,7 @@ FULL = {
     "hidden": 1024,
     "ffn": 2816,
     "vocab": 2240,
-    "seq_len": 128,
+    "seq_len": 64,
 }  # 38.4 M parameters: 4 KiB norms to 11 MiB matrices
 TINY = {"layers": 2, "hidden": 128, "ffn": 192, "vocab": 257, "seq_len": 16}
 
@@ -144,7 +146,7 @@ class Stall:
             rank.link.send(Measure(case=case, number=number))
         measured = [self._measured(number, rank) for number, rank in enumerate(self._ranks)]
         self.blocked.setdefault(case, []).append(max(each.blocked_s for each in measured))
-        if case in ("ours", "overlapped"):
+        if case == "ours" or case.startswith("overlapped"):
             self._stored([each.digests for each in measured])
         self.cpu.setdefault(case, []).append(max(each.cpu_seconds for each in measured))
         return max(each.seconds for each in measured)
@@ -161,7 +163,7 @@ class Stall:
         while len(packs) < self.world:
             message = decode_keeper(self._keeper.receive().payload)
             if not isinstance(message, PackStored):
-                raise RuntimeError(f"the keeper could not store rank {message.rank}: {message.reason}")
+                raise RuntimeError(f"the keeper did not store a pack: {message}")
             packs[message.rank] = message
         for rank, expected in enumerate(live):
             found = {name: f"{value:016x}" for name, value in packs[rank].manifest.digests.items() if value}
@@ -224,21 +226,23 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
     config = parse(CONFIG.format(url=folder / "run", ranks=2, **(TINY if tiny else FULL)))
     with ExitStack() as stack:
         stall = Stall(folder, config, stack)
-        cases: dict[str, Callable[[int], float]] = {case: partial(stall.measure, case) for case in CASES}
+        cases: dict[str, Callable[[int], float]] = {case: partial(stall.measure, case) for case in (*CASES, *BESIDE_STEP)}
         for name, case in cases.items():  # warm-up: first calls allocate, start processes, make views (ours: of each slot)
             for number in range(config.checkpoint.slots if name in ("ours", "overlapped") else 1):
-                case(rounds + number)
+                case(WARM_UP + number)
+        beside = rounds if tiny else ROUNDS_BESIDE * rounds
         stall.cpu.clear()
         stall.blocked.clear()
-        seconds = common.interleaved(cases, rounds)
+        seconds = common.interleaved({case: cases[case] for case in CASES}, rounds)
+        seconds |= common.interleaved({case: cases[case] for case in BESIDE_STEP}, beside)
         verified = stall.verify()
-    medians = {case: common.median(seconds[case]) or 0.0 for case in CASES}
-    cpu = {case: common.median(stall.cpu[case]) or 0.0 for case in CASES}
-    best = min((case for case in CASES if case.startswith("dcp")), key=medians.__getitem__)
+    medians = {case: common.median(values) or 0.0 for case, values in seconds.items()}
+    cpu = {case: common.median(values) or 0.0 for case, values in stall.cpu.items()}
+    best = min(PEERS, key=medians.__getitem__)
     defaults = min(medians["dcp_thread"], medians["dcp_process"])
     return {
         "blocked_over_memcpy": common.ratio(medians["ours"], medians["memcpy"]),
-        "overlapped": _overlapped(seconds, stall.blocked["overlapped"]),
+        "overlapped": _overlapped(seconds, stall.blocked),
         "dcp_over_ours": common.ratio(medians[best], medians["ours"]),
         "dcp_best": best,
         "dcp_defaults_over_ours": common.ratio(defaults, medians["ours"]),
@@ -246,24 +250,32 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
         "mib_per_rank": round(max(up.logical_nbytes for up in stall.ups) / 2**20, 1),
         "parameters": sum(up.parameters for up in stall.ups),
         "verified_bytes": verified,
-        "cases": {case: {**common.summary(seconds[case]), "median_cpu_s": round(cpu[case], 4)} for case in CASES},
+        "cases": {case: {**common.summary(seconds[case]), "median_cpu_s": round(cpu[case], 4)} for case in seconds},
         "machine": machine.record(),
     }
 
 
-def _overlapped(seconds: Mapping[str, Sequence[float]], blocked: Sequence[float]) -> dict[str, Any]:
+def _overlapped(seconds: Mapping[str, Sequence[float]], blocked: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """The copy beside the next step: what the step waits for, and how much longer it takes, against a memcpy of the bytes.
 
-    The inflation is the median over the rounds of a step with the copy less one without, in the same round.
+    What a save adds to a step is the median over the rounds of a step with it less one without, in the same round.
     """
     memcpy = common.median(seconds["memcpy"])
-    inflation = common.median(
-        with_copy - without for with_copy, without in zip(seconds["overlapped"], seconds["step"], strict=True)
-    )
+    waits = {case: common.median(blocked[case]) or 0.0 for case in BESIDE_STEP if case != "step"}
+    best = min(PEERS_BESIDE, key=waits.__getitem__)
+    added: dict[str, dict[str, float | None]] = {}
+    for case in waits:
+        pairs = zip(seconds[case], seconds["step"], strict=True)
+        middle, low, high = common.median_within([with_save - without for with_save, without in pairs])
+        over = {"over_memcpy": middle, "low_over_memcpy": low, "high_over_memcpy": high}
+        added[case] = {"median_s": round(middle, 4), **{name: common.ratio(value, memcpy) for name, value in over.items()}}
     return {
-        "blocked_over_memcpy": common.ratio(common.median(blocked), memcpy),
-        "step_inflation_over_memcpy": common.ratio(inflation, memcpy),
-        "blocked": common.summary(blocked),
+        "blocked_over_memcpy": common.ratio(waits["overlapped"], memcpy),
+        "step_inflation_over_memcpy": added["overlapped"]["over_memcpy"],
+        "dcp_over_ours": common.ratio(waits[best], waits["overlapped_stored"]),
+        "dcp_best": best,
+        "blocked": {case: common.summary(blocked[case]) for case in waits},
+        "inflation": added,
     }
 
 
@@ -277,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case, record in result["cases"].items()
     ]
     figures = ("blocked_over_memcpy", "cpu_blocked_over_memcpy", "dcp_over_ours", "dcp_defaults_over_ours")
-    rows += [(f"overlapped: {name}", value) for name, value in result["overlapped"].items()]
+    rows += [(f"overlapped: {name}", value) for name, value in result["overlapped"].items() if name != "blocked"]
     common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures)])
     return 0
 

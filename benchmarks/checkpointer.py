@@ -4,8 +4,12 @@
     ours      Checkpointer.save, then wait
     memcpy    as many warm bytes, both ranks at once
     dcp_*     save, and async_save in thread and process mode, with the defaults and with a stager that is kept
+    step      a step of training without a save
+    ours_overlapped, dcp_*_async_stager   a save whose copy runs beside the step that follows, and that step
 
 `dcp_stall_over_ours`: the best form's stall over ours (`dcp_defaults_...`: of those without a kept stager).
+`overlapped`: the same of saves that return before their copy, with what the step beside them took longer (`inflation`), which
+includes what storing takes from it on the same processors.
 `dcp_wall_over_ours`: the fastest form's time to storage over ours.
 `bytes_read_over_needed`: what a load under another layout reads over what its ranks hold, the worst of several.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import msgspec
 
 from benchmarks import common
 from benchmarks.checkpointer_rank import Result
+from benchmarks.peers.dcp import BESIDE
 from ftrain.checkpoint.shards import Cut, held_intervals
 from storage.box import Box
 from storage.local import LocalStore
@@ -94,18 +99,40 @@ def part(shape: Sequence[int], world: int, dim: int, rank: int) -> Box | None:
     )
 
 
+def overlapped(peers: Sequence[str], stall: Mapping[str, float], steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Saves whose copy runs beside the next step: the stalls, and how much longer than one without a save the step took."""
+    best = min(peers, key=stall.__getitem__)
+    longer = {case: [w - wo for w, wo in zip(steps[case], steps["step"], strict=True)] for case in ("ours_overlapped", *peers)}
+    inflation = {
+        case: dict(
+            zip(("median_s", "low_s", "high_s"), (round(value, 4) for value in common.median_within(values)), strict=True)
+        )
+        for case, values in longer.items()
+    }
+    return {
+        "dcp_stall_over_ours": common.ratio(stall[best], stall["ours_overlapped"]),
+        "dcp_best_stall": best,
+        "stall_over_memcpy": common.ratio(stall["ours_overlapped"], stall["memcpy"]),
+        "inflation_over_memcpy": {case: common.ratio(each["median_s"], stall["memcpy"]) for case, each in inflation.items()},
+        "inflation": inflation,
+        "step": common.summary(steps["step"]),
+    }
+
+
 def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
     """The whole benchmark; the result as it is printed."""
     machine = common.Machine()
     results = measure(folder, size="tiny" if tiny else "full", rounds=rounds)
-    stalls, walls = {}, {}
+    stalls, walls, steps = {}, {}, {}
     for case in results[0].times:
         both = list(zip(*(result.times[case] for result in results), strict=True))
         stalls[case] = [max(each.stall for each in ranks) for ranks in both]
         walls[case] = [max(each.wall for each in ranks) for ranks in both]
+        steps[case] = [max(each.step for each in ranks) for ranks in both]
     stall = {case: common.median(values) or 0.0 for case, values in stalls.items()}
     wall = {case: common.median(values) or 0.0 for case, values in walls.items()}
-    peers = [case for case in stall if case.startswith("dcp")]
+    beside = [f"dcp_{form}" for form in BESIDE]
+    peers = [case for case in stall if case.startswith("dcp") and case not in beside]
     checkpoint = RunStore(LocalStore(str(folder / "ours"))).open()
     report = checkpoint.verify()
     if not report.ok:
@@ -119,6 +146,7 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
         "stall_over_memcpy": common.ratio(stall["ours"], stall["memcpy"]),
         "dcp_best_stall": min(peers, key=stall.__getitem__),
         "dcp_best_wall": min(peers, key=wall.__getitem__),
+        "overlapped": overlapped(beside, stall, steps),
         "mib_per_rank": round(max(result.nbytes for result in results) / 2**20, 1),
         "verified_bytes": report.read_bytes,
         "layouts_read": read,
@@ -138,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case, held in result["stall"].items()
     ]
     figures = ("dcp_stall_over_ours", "dcp_wall_over_ours", "bytes_read_over_needed", "stall_over_memcpy")
-    common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures)])
+    beside = [(f"overlapped: {name}", value) for name, value in result["overlapped"].items()]
+    common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures), *beside])
     return 0
 
 

@@ -1,7 +1,9 @@
 """One rank of benchmarks.checkpointer: an FSDP2 model with AdamW, its state saved by ftrain.Checkpointer and by DCP in turns.
 
 Every case starts at a barrier and ends when what was saved is in storage; the stall is when the training loop might have gone
-on. Both write to the same disk with fsync, and both are given the very same tensors.
+on. In the overlapped cases a step of training follows the save at once. Their stall is the call and what the step waits for
+before the optimizer changes the state; how long call and step took together is held against a step without a save. Both write
+to the same disk with fsync, and both are given the very same tensors.
 """
 
 from __future__ import annotations
@@ -19,20 +21,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 from torch.distributed.fsdp import fully_shard
 
 import ftrain
-from benchmarks.peers.dcp import FORMS, stager_of
+from benchmarks.peers.dcp import BESIDE, FORMS, begin, stager_of
 
 BLOCKS = {"full": (10, 2048), "tiny": (2, 96)}
+BATCH = 32
 
 
 class Times(msgspec.Struct):
-    """Seconds of one round: until the loop may go on, and until everything is stored."""
+    """Seconds of one round: the loop stood still, until everything was stored, and of the save and the step beside it."""
 
     stall: float
     wall: float
+    step: float = 0.0
 
 
 class Result(msgspec.Struct):
@@ -65,8 +68,11 @@ class Bench:
         self._checkpointer = ftrain.Checkpointer(str(folder / "ours"), on_error="raise")
         self._state = {"model": self._model, "optimizer": self._optimizer}
         self._checkpointer.load(self._state)
+        self._overlapped = ftrain.Checkpointer(str(folder / "overlapped"), on_error="raise", overlap=True)
+        self._overlapped.load(self._state)
         self._group = dist.new_group(backend="gloo")
-        self._stagers = {form: stager_of(form) for form in FORMS}
+        self._stagers = {form: stager_of(form) for form in (*FORMS, *BESIDE)}
+        self._batch = torch.randn(BATCH, BLOCKS[size][1])
         self._target = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -94,25 +100,68 @@ class Bench:
 
     def dcp_async(self, form: str) -> Callable[[int], Times]:
         """dcp.async_save in one of its forms."""
-        kind = AsyncCheckpointerType.PROCESS if form.startswith("process") else AsyncCheckpointerType.THREAD
 
         def run(number: int) -> Times:
             self._change(number)
             path = self._folder / form / str(number)
-            begin = time.perf_counter()
-            future = async_save(
-                self._dcp_state(),
-                checkpoint_id=path,
-                process_group=self._group,
-                async_checkpointer_type=kind,
-                async_stager=self._stagers[form],
-            )
-            stall = time.perf_counter() - begin
-            assert not isinstance(future, AsyncSaveResponse), "that is what a stager with a thread of its own returns"
-            future.result()
-            return self._done(stall, begin, path)
+            start = time.perf_counter()
+            begun = begin(self._dcp_state(), form, self._stagers[form], path, self._group)
+            stall = time.perf_counter() - start
+            assert begun.staged is None, "that is what a stager with a thread of its own returns"
+            begun.stored.result()
+            return self._done(stall, start, path)
 
         return run
+
+    def step(self, number: int) -> Times:
+        """A step of training without a save."""
+        self._change(number)
+        start = time.perf_counter()
+        self._train(lambda: 0.0)
+        return Times(0.0, 0.0, time.perf_counter() - start)
+
+    def ours_beside(self, number: int) -> Times:
+        """ftrain.Checkpointer with overlap, and a step."""
+        self._change(number)
+        start = time.perf_counter()
+        self._overlapped.save(number + 1, self._state)
+        stall = time.perf_counter() - start
+        stall += self._train(self._overlapped.wait_copied)  # as its hook does: here the waiting is measured
+        step = time.perf_counter() - start
+        self._overlapped.wait()
+        return self._done(stall, start, self._folder / "overlapped" / "checkpoints" / f"step-{number:08d}", step)
+
+    def dcp_beside(self, form: str) -> Callable[[int], Times]:
+        """dcp.async_save with staging in a thread, and a step."""
+
+        def run(number: int) -> Times:
+            self._change(number)
+            path = self._folder / form / str(number)
+            start = time.perf_counter()
+            begun = begin(self._dcp_state(), form, self._stagers[form], path, self._group)
+            stall = time.perf_counter() - start
+            assert begun.staged is not None
+            staged = begun.staged
+
+            def wait() -> float:
+                before = time.perf_counter()
+                staged.result()
+                return time.perf_counter() - before
+
+            stall += self._train(wait)
+            step = time.perf_counter() - start
+            begun.stored.result()
+            return self._done(stall, start, path, step)
+
+        return run
+
+    def _train(self, wait: Callable[[], float]) -> float:
+        """A step; `wait` comes before the state changes, and says how long it waited."""
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        waited = wait()
+        self._optimizer.step()
+        return waited
 
     def memcpy(self, number: int) -> Times:
         """As many warm bytes as this rank's share, from one buffer to another."""
@@ -135,8 +184,8 @@ class Bench:
                 parameter.to_local().fill_(number)
         dist.barrier()
 
-    def _done(self, stall: float, begin: float, old: Path) -> Times:
-        times = Times(stall, time.perf_counter() - begin)
+    def _done(self, stall: float, begin: float, old: Path, step: float = 0.0) -> Times:
+        times = Times(stall, time.perf_counter() - begin, step)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(old, ignore_errors=True)
@@ -145,6 +194,7 @@ class Bench:
     def close(self) -> None:
         """Ours is closed as a script would."""
         self._checkpointer.close()
+        self._overlapped.close()
 
 
 def main(argv: list[str]) -> int:
@@ -155,6 +205,8 @@ def main(argv: list[str]) -> int:
     bench = Bench(Path(folder), size)
     cases: dict[str, Callable[[int], Times]] = {"memcpy": bench.memcpy, "ours": bench.ours, "dcp_sync": bench.dcp_sync}
     cases |= {f"dcp_{form}": bench.dcp_async(form) for form in FORMS}
+    cases |= {"step": bench.step, "ours_overlapped": bench.ours_beside}
+    cases |= {f"dcp_{form}": bench.dcp_beside(form) for form in BESIDE}
     times: dict[str, list[Times]] = {name: [] for name in cases}
     names = list(cases)
     for number in range(-2, int(rounds)):  # the first two are warm-up: memory, processes, both of our slots

@@ -8,6 +8,7 @@ measurement is right. The load average stands beside the figures, because on a b
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -62,6 +63,21 @@ def median(values: Iterable[float]) -> float | None:
     """The median; None of nothing."""
     held = list(values)
     return statistics.median(held) if held else None
+
+
+def median_within(values: Sequence[float], *, confidence: float = 0.9) -> tuple[float, float, float]:
+    """The median, and bounds between which the true one lies at least so surely, whatever the distribution: two of the samples,
+    by how often a fair coin would put the median outside of them (the sign test). With too few samples: smallest and largest.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, rank = 0.0, 0
+    while rank < (n - 1) // 2:
+        outside += 2 * math.comb(n, rank) / 2**n
+        if outside > 1 - confidence:
+            break
+        rank += 1
+    lowest = max(0, rank - 1)
+    return statistics.median(ordered), ordered[lowest], ordered[n - 1 - lowest]
 
 
 def ratio(over: float | None, under: float | None) -> float | None:

@@ -111,12 +111,11 @@ class OverlappedSave(OurSave):
     """A step of training with the copy of the state beside it, as with checkpoint.overlap; and a step without, to compare.
 
     The keeper is told after the step, so that the figure is the copy's alone: how fast a keeper stores, and what that takes
-    from training on the same cores, is what checkpoint.upload_mib_s is for.
+    from training on the same cores, is what checkpoint.upload_mib_s is for. `stored` tells it at once, as a run does.
     """
 
     def __init__(self, engine: Engine, args: RankArgs, link: Channel[Any]) -> None:
         super().__init__(engine, args, link, overlap=True)
-        engine.before_update = self._saver.finish
         self.blocked_s = 0.0
         self.before: dict[str, str] = {}
 
@@ -127,12 +126,23 @@ class OverlappedSave(OurSave):
         self._train()
         return elapsed()
 
-    def __call__(self, number: int) -> Elapsed:
+    def stored(self, number: int) -> Elapsed:
+        """As a call, and the keeper works beside the step, too."""
+        return self(number, told_at_once=True)
+
+    def __call__(self, number: int, *, told_at_once: bool = False) -> Elapsed:
         """A save, and the next step; `before` are the digests of what was saved."""
         self._saver.wait_until_free(upload=True)
         self.before, step = self.digests(), self._engine.step
         pieces = [piece for piece in self._engine.pieces() if piece.owner]
         self._saver.take_waited()
+
+        def finish() -> None:
+            self._saver.finish()
+            if told_at_once:
+                self.tell_keeper()
+
+        self._engine.before_update = finish
         dist.barrier()
         elapsed = stopwatch()
         self._saver.save(pieces, step=step, upload=True, progress={"step": step})
@@ -142,6 +152,39 @@ class OverlappedSave(OurSave):
         self.blocked_s = started + self._saver.take_waited()
         self.tell_keeper()
         return whole
+
+
+class PeerBeside:
+    """The same step with a save of the peer's before it that stages in a thread, and is waited for before the update."""
+
+    def __init__(self, engine: Engine, save: dcp.AsyncSave) -> None:
+        self._engine, self._save = engine, save
+        self.blocked_s = 0.0
+
+    def __call__(self, number: int) -> Elapsed:
+        """A save, and the next step."""
+        engine = self._engine
+        self._save.prepare(number)
+        elapsed = stopwatch()
+        begun = self._save.begin(number)
+        self.blocked_s = elapsed().wall
+
+        def finish() -> None:
+            waiting = stopwatch()
+            assert begun.staged is not None
+            begun.staged.result()
+            self.blocked_s += waiting().wall
+
+        engine.before_update = finish
+        engine.train_step(step=engine.step + 1, first_sequence=engine.step * engine.config.batch.global_batch)
+        whole = elapsed()
+        engine.before_update = nothing
+        self._save.end(begun, number)
+        return whole
+
+
+def nothing() -> None:
+    """Nobody waits before the update."""
 
 
 class Memcpy:
@@ -199,14 +242,19 @@ def main(argv: list[str]) -> int:
         "memcpy": Memcpy(nbytes),
         "step": overlapped.step,
         "overlapped": overlapped,
+        "overlapped_stored": overlapped.stored,
     }
-    cases |= {f"dcp_{form}": dcp.AsyncSave(form, state, Path(args.folder), group) for form in dcp.FORMS}
+    saves = {f"dcp_{form}": dcp.AsyncSave(form, state, Path(args.folder), group) for form in (*dcp.FORMS, *dcp.BESIDE)}
+    peers = {f"dcp_{form}": PeerBeside(engine, saves[f"dcp_{form}"]) for form in dcp.BESIDE}
+    cases |= saves
+    cases |= peers
     link.send(Up(logical_nbytes=nbytes, parameters=nbytes // 14))
     while (frame := link.receive()) is not None and not isinstance(frame.message, Leave):
         case = frame.message.case
         wall, cpu = cases[case](frame.message.number)
-        digests = ours.digests() if case == "ours" else overlapped.before if case == "overlapped" else {}
-        blocked_s = overlapped.blocked_s if case == "overlapped" else 0.0
+        aside = peers.get(case, overlapped)
+        digests = ours.digests() if case == "ours" else overlapped.before if case.startswith("overlapped") else {}
+        blocked_s = aside.blocked_s if case.startswith("overlapped") or case in peers else 0.0
         link.send(Measured(seconds=wall, cpu_seconds=cpu, digests=digests, blocked_s=blocked_s))
     link.drain(10)
     dist.destroy_process_group()

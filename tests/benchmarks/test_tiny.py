@@ -32,12 +32,15 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
     assert result["dcp_over_ours"] > 0
     assert result["verified_bytes"] > 14 * result["parameters"]  # with the checksums
     assert result["overlapped"]["blocked_over_memcpy"] > 0
-    assert "step_inflation_over_memcpy" in result["overlapped"]
-    assert set(result["cases"]) == {
+    beside = {"overlapped", "overlapped_stored", "dcp_thread_async_stager", "dcp_process_async_stager"}
+    assert result["overlapped"]["dcp_over_ours"] > 0
+    for case in beside:
+        inflation = result["overlapped"]["inflation"][case]
+        assert inflation["low_over_memcpy"] <= inflation["over_memcpy"] <= inflation["high_over_memcpy"]
+    assert set(result["cases"]) == beside | {
         "memcpy",
         "ours",
         "step",
-        "overlapped",
         "dcp_thread",
         "dcp_thread_kept_stager",
         "dcp_process",
@@ -156,6 +159,8 @@ def test_checkpointer(tmp_path: Path) -> None:
     assert result["verified_bytes"] > 0
     # so small an array is one chunk, and a chunk is read whole: by each of the four ranks of the widest layout at most
     assert 1 <= result["bytes_read_over_needed"] <= 4
+    assert result["overlapped"]["dcp_stall_over_ours"] > 0
+    assert set(result["overlapped"]["inflation"]) == {"ours_overlapped", "dcp_thread_async_stager", "dcp_process_async_stager"}
     assert list(tmp_path.iterdir()) == []
 
 
