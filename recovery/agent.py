@@ -66,7 +66,7 @@ from recovery.messages import (
     ZygoteReady,
 )
 from recovery.ports import free_port
-from recovery.spec import AgentSpec
+from recovery.spec import LEAVE, AgentSpec
 from recovery.uplink import Uplink
 from recovery.wire import MAX_DESCRIPTORS, Frame
 
@@ -114,9 +114,11 @@ class Agent:
     def run(self) -> int:
         """Serve until shut down, or until the lease is over."""
         self.loop.on_signal([signal.SIGCHLD], lambda _: self.reap())
-        self.loop.on_signal([signal.SIGTERM], lambda number: self.leave("SIGTERM"))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.loop.on_signal([LEAVE], lambda number: self.leave("asked to, by who started this agent"))
+        # A scheduler that ends a job signals every process of it: the run must be left to save, and then says itself who leaves.
+        # Zygote and keeper inherit this; workers do not.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         self._zygote.start()
         if self.spec.keeper_argv:
             self._keeper.start()
