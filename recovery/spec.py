@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from recovery import paths
+
+LEAVE = signal.SIGUSR2
+"""To an agent: end the workers and leave. SIGTERM is not for it: a scheduler sends that to every process of a job."""
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
