@@ -39,6 +39,7 @@ from recovery.messages import (
     Welcome,
     WorkerSpec,
 )
+from recovery.spec import LEAVE
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -261,7 +262,7 @@ def test_a_silent_coordinator_is_no_coordinator(tmp_path):
         assert gone(pids[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, LEAVE, signal.SIGSEGV])
 def test_the_agents_death_leaves_no_orphan(tmp_path, number):
     with driven_agent(tmp_path, keeper_argv=KEEPER) as agent:
         agent.accept()
@@ -272,6 +273,23 @@ def test_the_agents_death_leaves_no_orphan(tmp_path, number):
         agent.process.send_signal(number)
         agent.wait_gone()
         wait_until(lambda: all(gone(pid) for pid in members), "no orphan")
+
+
+def test_a_scheduler_that_signals_every_process_of_the_job_ends_none_of_the_supervisor_s(tmp_path):
+    with driven_agent(tmp_path, keeper_argv=KEEPER) as agent:
+        agent.accept()
+        pids = agent.start()
+        agent.expect(FromKeeper)
+        members = {agent.process.pid, *descendants(agent.process.pid)} - set(pids.values())
+        assert len(members) == 3  # agent, zygote, keeper
+        for pid in members:
+            os.kill(pid, signal.SIGTERM)
+        keeper = next(it for it in agent.seen if isinstance(it, Started) and it.kind == "keeper")
+        os.kill(keeper.pid, signal.SIGKILL)  # what comes after it: the only one that died is the one that was killed
+        exited = agent.wait_for(Exited)
+        assert (exited.kind, exited.pid) == ("keeper", keeper.pid)
+        assert not any(gone(pid) for pid in members - {keeper.pid})
+        assert not any(gone(pid) for pid in pids.values())
 
 
 def test_a_dead_keeper_gets_a_successor_with_all_memory(tmp_path):
