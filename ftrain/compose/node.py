@@ -31,7 +31,7 @@ from recovery.launch import Spawn, python, spawn
 from recovery.network import interface_address, usual_names
 from recovery.rendezvous import control_folder, read_address
 from recovery.slurm import SlurmError, is_down, job_id, requeue
-from recovery.spec import AgentSpec
+from recovery.spec import LEAVE, AgentSpec
 
 log = logging.getLogger("ftrain.node")
 
@@ -164,7 +164,7 @@ def _wait(process: subprocess.Popen[bytes], stop: _Stop, shared: Path, node: str
         if not asked and _tell(shared, node):
             asked.append(True)
         else:
-            process.terminate()
+            process.send_signal(LEAVE)
 
     stop.hand_on(taken_away)
     try:
