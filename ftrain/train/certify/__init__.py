@@ -4,5 +4,5 @@ layouts    text -> configs (pure)           planning   every pair of layouts, wi
 messages   what parent and workers say      pool       the parent's side: warm processes
 worker     the workers' side                steps      what a rank does: load, update, write everything
 compare    whole arrays against bounds      verdict    the certificate
-certify    all of it, in order
+routes     the experts that were chosen     certify    all of it, in order
 """

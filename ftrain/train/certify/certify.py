@@ -42,6 +42,7 @@ class Reference:
     """One process in one mode: what a layout of the same model is held against."""
 
     states: RunStore  # with the states of all steps
+    routes: str  # where it wrote which experts it chose; empty: nowhere
     truths: list[Truth]  # of each update
     data: list[list[tuple[int, str]]]  # the sequences of each update
     digests: dict[str, int]  # of the initial state
@@ -92,7 +93,8 @@ class Certifier:
 
     def _reference(self, one: Config, mode: str) -> Reference:
         states, results = self._run(), self._run()
-        ((done,),) = self.pool.run([self._job(one, mode, "reference", states, results)], world=1)
+        routes = self._run().store.url if one.model.experts and mode != "fp64" else ""
+        ((done,),) = self.pool.run([self._job(one, mode, "reference", states, results, routes)], world=1)
         saved = [commit(states, [pack], step) for step, pack in enumerate(done.states)]
         singles = [self._result(results, [step]) for step in done.steps]
         if mode == "fp64":
@@ -101,10 +103,11 @@ class Certifier:
             wide, exact = self._run(), self._run()
             for checkpoint in saved:
                 widen(checkpoint, wide)
-            ((oracle,),) = self.pool.run([self._job(one, "fp64", "oracle", wide, exact)], world=1)
+            ((oracle,),) = self.pool.run([self._job(one, "fp64", "oracle", wide, exact, routes)], world=1)
             pairs = zip(oracle.steps, singles, strict=True)
             truths = [rounded_truth(self._result(exact, [step]), single, mode) for step, single in pairs]
-        return Reference(states=states, truths=truths, data=[step.data for step in done.steps], digests=done.digests)
+        data = [step.data for step in done.steps]
+        return Reference(states=states, routes=routes, truths=truths, data=data, digests=done.digests)
 
     # --- layouts ----------------------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Certifier:
             if layout is not links[-1]:
                 for mode, reference in references.items():
                     runs[mode] = self._run()
-                    steps[mode] = self._job(layout.config, mode, "layout", reference.states, runs[mode])
+                    steps[mode] = self._job(layout.config, mode, "layout", reference.states, runs[mode], reference.routes)
             ring = Ring(
                 config=in_mode(layout.config, ring_mode), source=source.store.url, target=target.store.url, step=self.steps
             )
@@ -170,6 +173,8 @@ class Certifier:
             compared=len(worst),
             beyond_own=sum(one.beyond_own for one in worst),
             failures=len(found),
+            flips=sum(step.flips for rank in ranks for step in rank.steps),
+            routed=sum(step.routed for rank in ranks for step in rank.steps),
         )
         self.rows.append(row)
         self.failures += found
@@ -195,13 +200,14 @@ class Certifier:
     def _run(self) -> RunStore:
         return new_run(str(self.folder / f"run-{next(self._numbers):04d}"))
 
-    def _job(self, config: Config, mode: str, role: Role, states: RunStore, results: RunStore) -> Steps:
+    def _job(self, config: Config, mode: str, role: Role, states: RunStore, results: RunStore, routes: str) -> Steps:
         return Steps(
             config=in_mode(config, mode),
             role=role,
             states=states.store.url,
             results=results.store.url,
             steps=self.steps,
+            routes=routes,
         )
 
     def _result(self, run: RunStore, ranks: Sequence[StepDone]) -> Result:

@@ -25,6 +25,7 @@ class Steps(Struct, frozen=True, kw_only=True, tag=True):
     states: str  # URL of a run
     results: str
     steps: int
+    routes: str = ""  # URL where the reference writes which experts it chose, and the others read it; empty: not at all
 
 
 class Ring(Struct, frozen=True, kw_only=True, tag=True):
@@ -70,6 +71,8 @@ class StepDone(Struct, frozen=True, kw_only=True):
     pack: PackManifest | None  # of the results; None: this rank writes nothing
     held: list[Held]
     data: list[tuple[int, str]]  # every training sequence that was read: global index, digest
+    flips: int = 0  # positions, counted in each layer, that would have gone to other experts than in one process
+    routed: int = 0  # of so many
 
 
 class JobDone(Struct, frozen=True, kw_only=True):

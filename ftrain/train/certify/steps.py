@@ -28,6 +28,7 @@ from ftrain.parallel.shape import mesh_shape
 from ftrain.ramp import position
 from ftrain.train.batch import Arrays
 from ftrain.train.certify.messages import Held, JobDone, Ring, StepDone, Steps
+from ftrain.train.certify.routes import Routes
 from ftrain.train.step import Engine
 from storage.digest import digest_box, digest_part
 from storage.manifest import PackInfo, PackManifest
@@ -91,13 +92,15 @@ def run_steps(job: Steps, rank: int, cache: str) -> JobDone:
     digests = live_digests(engine)
     states, results = (RunStore(open_store(url)) for url in (job.states, job.results))
     saved = [write(states, engine, _owned(engine.pieces()), step=0)] if job.role == "reference" else []
+    routes = Routes(engine, open_store(job.routes), records=job.role == "reference") if job.routes else None
+    engine.passes.choose = routes
     steps = []
     for step in range(job.steps):
         if job.role != "reference":
             load(engine, states, step)
         if job.role == "oracle":
             _round_weights(engine)
-        steps.append(_update(engine, data, results))
+        steps.append(_update(engine, data, results, routes))
         if job.role == "reference":
             saved.append(write(states, engine, _owned(engine.pieces()), step=step + 1))
     return JobDone(digests=digests, steps=steps, states=[pack for pack in saved if pack])
@@ -142,7 +145,7 @@ def write(run: RunStore, engine: Engine, pieces: Sequence[StatePiece], *, step: 
     return PackManifest(pack=info, arrays=list(specs.values()), parts=list(layout.parts), digests=digests)
 
 
-def _update(engine: Engine, data: Recorder, results: RunStore) -> StepDone:
+def _update(engine: Engine, data: Recorder, results: RunStore, routes: Routes | None) -> StepDone:
     grads: list[StatePiece] = []
 
     def keep() -> None:
@@ -150,7 +153,11 @@ def _update(engine: Engine, data: Recorder, results: RunStore) -> StepDone:
 
     engine.before_update, step = keep, engine.step
     data.take()
-    result = engine.train_step(step=step + 1, first_sequence=position(engine.config, step))
+    first = position(engine.config, step)
+    if routes is not None:
+        routes.begin(step + 1, first)
+    result = engine.train_step(step=step + 1, first_sequence=first)
+    flips, routed = (0, 0) if routes is None else routes.end(step + 1)
     engine.optimizer.finish()
     pieces = [*grads, *engine.pieces()]
     return StepDone(
@@ -161,6 +168,8 @@ def _update(engine: Engine, data: Recorder, results: RunStore) -> StepDone:
         pack=write(results, engine, _owned(pieces), step=result.step) if result.applied else None,
         held=list(_held(engine, pieces)),
         data=data.take(),
+        flips=flips,
+        routed=routed,
     )
 
 

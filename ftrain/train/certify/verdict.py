@@ -56,6 +56,8 @@ class Row(Struct, frozen=True, kw_only=True):
     compared: int = 0  # arrays and scalars
     beyond_own: int = 0  # of those: more than 4 x their own error in one process; no failure
     failures: int = 0
+    flips: int = 0  # choices of experts that would have been others than in one process, whose choices were taken instead
+    routed: int = 0  # of so many; 0: every layout chose for itself
 
     def cells(self) -> list[str]:
         """A line of the table, as `HEAD` says."""
@@ -101,6 +103,11 @@ def text(certificate: Certificate) -> str:
     rows = [list(HEAD), *(row.cells() for row in certificate.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [
+        f"{row.layout} {row.mode}: {row.flips} of {row.routed} positions would have gone to other experts"
+        for row in certificate.rows
+        if row.routed
+    ]
     lines += [f"{certificate.steps} steps; ring of {len(certificate.ring)} saves and loads; {certificate.pairs} pairs planned"]
     lines += [f"FAILED  {failure}" for failure in certificate.failures]
     lines += ["every layout is one process" if certificate.holds else f"{len(certificate.failures)} failures"]

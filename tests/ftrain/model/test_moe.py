@@ -1,13 +1,10 @@
 """A mixture of experts against a loop over positions, against Hugging Face's Mixtral, and at its edges."""
 
-import math
 import os
-from fractions import Fraction
 
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +12,7 @@ from ftrain.config import Model
 from ftrain.model.moe import Groups, Moe, Router, capacity, route
 from ftrain.parallel.expert import Route, Routing, combine, dispatch
 from ftrain.parallel.weight import Weight
+from tests.mixture import loop
 
 MODEL = Model(layers=1, hidden=8, heads=1, ffn=12, vocab=9, experts=5, experts_per_token=2)
 B, T = 2, 7
@@ -36,27 +34,6 @@ def block(of, seed=0):
 
 def positions(seed=1, sequences=B):
     return torch.randn(sequences, T, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def loop(x_TD, weights, of, balance=0.0):
-    """One sequence, one position after the other; and `balance` times its balance loss."""
-    router, w1, w2, w3 = (weights[name] for name in ("router", "w1", "w2", "w3"))
-    room = [math.ceil(Fraction(str(of.capacity)) * len(x_TD) * of.experts_per_token / of.experts) or 10**9] * of.experts
-    out, (chosen, probability) = [], torch.zeros(2, of.experts, dtype=x_TD.dtype)
-    for x in x_TD:
-        logits = router @ x
-        best = sorted(range(of.experts), key=lambda e: (-logits[e].item(), e))[: of.experts_per_token]
-        shares = logits[best].softmax(0)
-        y = torch.zeros_like(x)
-        for expert, share in zip(best, shares, strict=True):
-            chosen[expert] += 1
-            if room[expert]:
-                room[expert] -= 1
-                y = y + share * (w2[expert] @ (F.silu(w1[expert] @ x) * (w3[expert] @ x)))
-        probability = probability + logits.softmax(0)
-        out.append(y)
-    count = len(x_TD) * of.experts_per_token
-    return torch.stack(out), balance * of.experts * (chosen / count * probability / len(x_TD)).sum()
 
 
 @pytest.mark.parametrize(
