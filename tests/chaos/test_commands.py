@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ftrain.compose.proof import stored_digests
@@ -95,7 +96,7 @@ def test_a_save_asked_for_while_a_worker_is_dead_is_made_by_its_successors(corpu
 
 @pytest.mark.parametrize(
     "how",
-    ["ftrain stop", "SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)],
+    ["ftrain stop", "SIGTERM", "SIGTERM to all", pytest.param("SIGINT", marks=pytest.mark.slow)],
 )
 def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
     how: str, corpus: str, tmp_path: Path, unbroken: dict[str, str]
@@ -103,7 +104,10 @@ def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
     run = TinyRun(folder=tmp_path, corpus=corpus)
     parent = run.start()
     run.wait_for_step(4)
-    if how.startswith("SIG"):
+    if how == "SIGTERM to all":  # what systemd, scancel and a killed process group do
+        for process in [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]:
+            process.send_signal(signal.SIGTERM)
+    elif how.startswith("SIG"):
         parent.send_signal(signal.Signals[how])
     else:
         ask(run.local, "stop")
@@ -114,7 +118,7 @@ def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
     stopped_at = last_step(events)
     assert stopped_at < run.steps
     assert committed(events)[-1] == stopped_at
-    assert [event.by for event in events if isinstance(event, StopRequested)] == [how]
+    assert [event.by for event in events if isinstance(event, StopRequested)] == [how.removesuffix(" to all")]
     code, output = run.run()
     assert code == 0, output
     assert stored_digests(run.url) == (run.steps, unbroken)
