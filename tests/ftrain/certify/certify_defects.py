@@ -13,19 +13,19 @@ from unittest.mock import patch
 
 import torch
 
-from ftrain.model import attention, init, transformer
-from ftrain.parallel import context, fsdp, mesh, ops, optimizer, weight
+from ftrain.model import attention, init, moe, transformer
+from ftrain.parallel import context, expert, fsdp, layout, mesh, ops, optimizer, shape, weight
 from ftrain.train import passes, step
 
 DEFECTS = {}
 
 
-def defect(layout, parameter, *, what="grad", mode="fp64"):
+def defect(under, parameter, *, what="grad", mode="fp64"):
     """Register a defect: under which layout, and which parameter must be named (a pattern), as what."""
 
     def register(function):
         made = contextmanager(function)
-        DEFECTS[function.__name__] = (layout, parameter, what, mode)
+        DEFECTS[function.__name__] = (under, parameter, what, mode)
         return made
 
     return register
@@ -304,6 +304,60 @@ def outer_group_is_not_told():
 @defect("tp=2,dp=2,sharding=fsdp", r"layers\.0\.attention_norm")
 def fsdp_forgets_the_tensor_parallel_sums():
     with patched(fsdp.FullyShardedAdamW, "reduce_twins", lambda original, self: None):
+        yield
+
+
+MOE = "model.experts=4"
+
+
+@defect(f"tp=2,{MOE}", r"layers\.\d\.moe\.router")
+def router_gradient_not_summed():
+    """Each rank of a sequence-parallel group has scored its own positions only."""
+
+    def summands(original, self, tp):
+        return 1 if self.name.endswith("router") else original(self, tp)
+
+    with patched(layout.ParameterSpec, "summands", summands):
+        yield
+
+
+@defect(f"dp=4,ep=2,{MOE}", r"layers\.\d\.moe\.w[123]")
+def experts_summed_over_the_wrong_group():
+    """Over those that share out the experts, who have others, instead of those that have the same."""
+    mesh.members.cache_clear()
+    with patch.object(shape.MeshShape, "expert_replicas", shape.MeshShape.expert_group):
+        yield
+    mesh.members.cache_clear()
+
+
+@defect(f"cp=2,ep=2,{MOE}", r"layers\.\d\.moe\.router")
+def balance_of_own_positions():
+    """Each rank of a context-parallel group takes its part of a sequence for all of it."""
+    with patched(moe.Router, "whole", lambda original, self, chosen: chosen):
+        yield
+
+
+@defect(f"cp=2,ep=2,{MOE},model.capacity=0.75", r"layers\.\d\.moe\.w[123]")
+def room_for_each_ranks_positions():
+    """An expert takes the first positions of each rank's part of a sequence."""
+
+    def kept(original, self, whole):
+        own = self.groups.context.cut(whole)
+        alone = replace(self, groups=moe.ALONE)
+        return original(alone, own)
+
+    with patched(moe.Router, "kept", kept):
+        yield
+
+
+@defect(f"dp=2,ep=2,{MOE}", r"layers\.\d\.moe\.w2")
+def outputs_come_back_in_another_order():
+    """As the experts made them, not as they had been sent."""
+
+    def back(original, self, rows):
+        return self.group.mesh.exchange(rows, self.received, self.sent)
+
+    with patched(expert.Route, "back", back):
         yield
 
 
