@@ -289,6 +289,13 @@ def _intervals(config: Config) -> Iterator[Problem]:
         given = f"given {snapshot}, with checkpoint.every_steps = {every}"
         allowed = "at most checkpoint.every_steps (what goes to storage is a snapshot as well), or 0"
         yield Problem("checkpoint.snapshot_steps", given, allowed, f"nearest: {every}")
+    if checkpoint.peer_copy and not (config.machine.ranks_per_node and checkpoint.slots == 3 and checkpoint.snapshot_steps):
+        given = (
+            f"given true, with machine.ranks_per_node = {config.machine.ranks_per_node}, checkpoint.slots = {checkpoint.slots}, "
+            f"checkpoint.snapshot_steps = {snapshot}"
+        )
+        allowed = "several nodes (ranks_per_node above 0), 3 slots (one stays as long as the copies are of its step), snapshots"
+        yield Problem("checkpoint.peer_copy", given, allowed, "set it to false, or the others so")
     if bool(checkpoint.local_url) != bool(checkpoint.local_every_steps):
         given = f"given {checkpoint.local_every_steps}, with checkpoint.local_url = {checkpoint.local_url!r}"
         yield Problem(

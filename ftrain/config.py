@@ -312,6 +312,14 @@ class Checkpoint(Section, frozen=True, kw_only=True):
             extra=FREE,
         ),
     ] = True
+    peer_copy: Annotated[
+        bool,
+        Meta(
+            description="each node keeps a copy of another node's newest snapshot in memory, so that the loss of a node costs no "
+            "reading from storage. Needs several nodes (machine.ranks_per_node), 3 slots, and memory for 2 more slots a rank",
+            extra=FREE,
+        ),
+    ] = False
     if_busy: Annotated[
         Literal["wait", "skip", "fail"],
         Meta(description="what a save does while the previous upload still runs", extra=FREE),

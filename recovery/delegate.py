@@ -25,7 +25,7 @@ from recovery.state import RunState
 
 __all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
 
-Source = Literal["init", "memory", "local", "storage"]
+Source = Literal["init", "memory", "peer", "local", "storage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

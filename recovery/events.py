@@ -99,7 +99,7 @@ class AttemptStarted(Event, frozen=True, kw_only=True):
 
     layout: str = ""
     ranks: int
-    source: Literal["init", "memory", "local", "storage"]
+    source: Literal["init", "memory", "peer", "local", "storage"]
     restored_step: int = 0
     pids: dict[int, int] = {}
     nodes: tuple[str, ...] = ()
@@ -199,9 +199,9 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True):
 
 
 class TierCommitted(Event, frozen=True, kw_only=True):
-    """The state of `step` is in another place as well: the local tier, or the mirror."""
+    """The state of `step` is in another place as well: the local tier, the mirror, or the memory of other nodes (peer)."""
 
-    tier: Literal["local", "mirror"]
+    tier: Literal["local", "mirror", "peer"]
     step: int
     nbytes: int = 0
     seconds: float = 0.0
@@ -210,7 +210,7 @@ class TierCommitted(Event, frozen=True, kw_only=True):
 class StorageNotice(Event, frozen=True, kw_only=True):
     """Something about files that a person should know and that stops nothing: what it is about, and a sentence."""
 
-    topic: Literal["create", "local", "mirror", "stale", "owner", "profile"]
+    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile"]
     text: str
     step: int | None = None
 

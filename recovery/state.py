@@ -34,6 +34,7 @@ from recovery.events import (
     SnapshotCompleted,
     StopRequested,
     Suspected,
+    TierCommitted,
     steps_of,
 )
 from recovery.places import Out, Place
@@ -89,6 +90,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     snapshot_step: int = 0
     committed_step: int | None = None
     committed_t: float | None = None
+    copied: tuple[int, int] | None = None  # (attempt, step) whose copies are whole in the memory of other nodes
     interruptions: tuple[PastInterruption, ...] = ()
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
@@ -121,7 +123,7 @@ def apply(state: RunState, event: Event) -> RunState:
             return _apply_run(state, event)
         case AttemptStarted() | Ready() | AttemptEnded():
             return _apply_attempt(state, event)
-        case SnapshotCompleted() | CheckpointCommitted() | Evaluated():
+        case SnapshotCompleted() | CheckpointCommitted() | Evaluated() | TierCommitted():
             return _apply_saved(state, event)
         case PlaceLost() | PlaceReturned():
             return _apply_place(state, event)
@@ -188,7 +190,7 @@ def _apply_place(state: RunState, event: PlaceLost | PlaceReturned) -> RunState:
     return replace(state, out=(*others, Out(place=place, reason=event.reason, until=event.until)), blames=blames)
 
 
-def _apply_saved(state: RunState, event: SnapshotCompleted | CheckpointCommitted | Evaluated) -> RunState:
+def _apply_saved(state: RunState, event: SnapshotCompleted | CheckpointCommitted | Evaluated | TierCommitted) -> RunState:
     match event:
         case SnapshotCompleted():
             return replace(state, snapshot_step=event.step)
@@ -196,6 +198,8 @@ def _apply_saved(state: RunState, event: SnapshotCompleted | CheckpointCommitted
             return replace(state, committed_step=event.step, committed_t=event.t)
         case Evaluated():
             return replace(state, eval_loss=event.loss)
+        case TierCommitted():
+            return replace(state, copied=(event.attempt, event.step)) if event.tier == "peer" else state
 
 
 def _apply_trouble(state: RunState, event: ProcessDied | Suspected | InterruptionClassified | Decided | Relabelled) -> RunState:

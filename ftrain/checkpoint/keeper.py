@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,13 +125,9 @@ class Keeper:
                 self.snapshot_ready(name)
 
     def _tell_debts(self) -> None:
-        ranks: dict[tuple[int, int, int], set[int]] = defaultdict(set)
-        for slot in self._slots.values():
-            header = slot.header()
-            if header.state is SlotState.COMPLETE and header.upload is Upload.WANTED:
-                ranks[header.attempt, header.step, header.world].add(header.rank)
-        whole = [(attempt, step) for (attempt, step, world), found in ranks.items() if len(found) == world]
-        self._send(Owed(groups=whole))
+        headers = [slot.header() for slot in self._slots.values()]
+        owed = [it for it in headers if it.state is SlotState.COMPLETE and it.upload is Upload.WANTED]
+        self._send(Owed(shares=[(it.attempt, it.step, it.rank, it.world) for it in owed]))
 
     def close(self) -> None:
         """Finish everything queued, then return."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ftrain.checkpoint.arena import ArenaSlot, SlotState
+from ftrain.checkpoint.arena import ArenaSlot, SlotState, SlotTable
 from storage.errors import ObjectMissing
 from storage.manifest import Manifest, PackInfo, PackManifest
 from storage.merge import merge
@@ -70,6 +70,10 @@ class ArenaStore(ObjectStore):
         """Bytes of the payload."""
         return len(self._payload(key))
 
+    def slot(self, key: str) -> ArenaSlot | None:
+        """The slot itself, if it is here."""
+        return self._slots.get(key)
+
     def exists(self, key: str) -> bool:
         """Whether there is such a slot."""
         return key in self._slots
@@ -109,14 +113,17 @@ class ArenaStore(ObjectStore):
 
 
 def pack_manifest(slot: ArenaSlot, pack: str, digests: Mapping[str, int]) -> PackManifest:
-    """What one slot contributes to a manifest.
+    """What one slot contributes to a manifest."""
+    return table_manifest(slot.table(), pack, digests, first=slot.header().rank == 0)
+
+
+def table_manifest(table: SlotTable, pack: str, digests: Mapping[str, int], *, first: bool = False) -> PackManifest:
+    """The same, of a table.
 
     It describes the arrays it has parts of; rank 0 describes all of them, so that an array that nobody writes is missed. If
     every rank did, 5,120 writers would send 3 GB of descriptions.
     """
-    table = slot.table()
     held = {part.array for part in table.parts}
-    first = slot.header().rank == 0
     arrays = [spec for spec in table.specs if first or spec.name in held]
     return PackManifest(
         pack=PackInfo(name=pack, nbytes=table.nbytes),

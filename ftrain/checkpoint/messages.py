@@ -60,12 +60,51 @@ class PackFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     tier: str = "storage"
 
 
+class Buddies(msgspec.Struct, frozen=True, kw_only=True, tag="buddies"):
+    """Coordinator to all keepers: each node's snapshots are copied to the next node of the ring (fewer than two: nowhere)."""
+
+    ring: list[str]
+
+
+class KeepSnapshots(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
+    """Coordinator to all keepers: (attempt, step) that is whole on all buddies and must stay, and of the one to be copied now.
+
+    `forget_after`: copies of later steps are no part of the history any more.
+    """
+
+    keep: tuple[int, int] | None
+    copy: tuple[int, int] | None = None
+    forget_after: int | None = None
+
+
+class PeerCopied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
+    """Keeper to coordinator: a rank's snapshot is in the memory of another node too, its crcs checked there."""
+
+    epoch: int
+    attempt: int
+    step: int
+    rank: int
+    world: int
+    nbytes: int
+    seconds: float
+    buddy: str
+
+
+class CopyFailed(msgspec.Struct, frozen=True, kw_only=True, tag="copy-failed"):
+    """Keeper to coordinator: it is not, and the attempt at this step is over."""
+
+    attempt: int
+    step: int
+    rank: int
+    reason: str
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Worker to coordinator: state is there, the first step is about to begin."""
 
     rank: int
     step: int
-    source: str  # init, memory, local or storage
+    source: str  # init, memory, peer, local or storage
     passed_over: list[tuple[int, str]] = []
     proof: str = ""  # what was compared: digests or crcs
 
@@ -158,14 +197,18 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
-    """Keeper to coordinator, answering Resend: (attempt, step) of whole snapshots that storage is owed."""
+    """Keeper to coordinator, answering Resend: (attempt, step, rank, world) of each share here that storage is owed.
 
-    groups: list[tuple[int, int]]
+    `node`: the keeper's, where there are several, each of which holds shares of its own ranks.
+    """
+
+    shares: list[tuple[int, int, int, int]]
+    node: str = ""
 
 
 Answer = PackStored | PackFailed
-KeeperMessage = Answer | Owed
-KeeperRequest = Settled | Resend | StoreSnapshot
+KeeperMessage = Answer | Owed | PeerCopied | CopyFailed
+KeeperRequest = Settled | Resend | StoreSnapshot | Buddies | KeepSnapshots
 WorkerMessage = Ready | StepDone | StepTimes | Traced | SnapshotTaken | SaveSkipped | Doubt | Final
 encode = msgspec.msgpack.Encoder().encode
 decode_keeper = msgspec.msgpack.Decoder(KeeperMessage).decode

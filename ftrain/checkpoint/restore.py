@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.copy import TORCH_DTYPES
 from ftrain.checkpoint.memory import ArenaStore, MemorySnapshot, newest_snapshot, snapshot_manifest
+from ftrain.checkpoint.names import is_peer
 from ftrain.parallel.arrays import WEIGHTS, StatePiece
 from storage.catalog import CheckpointState
 from storage.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a restore did. `source` is memory, local, storage or init (nothing was there to load)."""
+    """What a restore did. `source` is memory, peer, local, storage or init (nothing was there to load)."""
 
     source: str
     step: int
@@ -128,15 +129,16 @@ def _from_memory(
     problem = agreed(attempt(lambda: load_pieces(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
     progress, proof = slots[snapshot.slots[0]].progress(), "crc32c of every chunk"
     if problem is None and progress.get("layout", engine.layout) != engine.layout:
-        saved = _digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
-        problem = _differ(saved, live_digests(engine))
+        saved = digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
+        problem = differ(saved, live_digests(engine))
         proof = f"digests of {len(saved)} arrays, across {progress['layout']} and {engine.layout}"
     if problem is not None:
         return f"memory tier: {problem}"
-    return Restored(source="memory", step=snapshot.step, progress=progress, proof=proof)
+    source = "peer" if any(is_peer(name) for name in snapshot.slots) else "memory"
+    return Restored(source=source, step=snapshot.step, progress=progress, proof=proof)
 
 
-def _digests_of(mine: Sequence[ArenaSlot], engine: Restorable) -> dict[str, int]:
+def digests_of(mine: Sequence[ArenaSlot], engine: Restorable) -> dict[str, int]:
     """The digests of a snapshot's arrays, of which this rank looks at `mine`; a collective."""
     totals = {spec.name: 0 for spec in engine.array_specs()}
     for slot in mine:
@@ -306,9 +308,10 @@ def _summed(totals: Mapping[str, int]) -> dict[str, int]:
 
 def _prove(engine: Restorable, manifest: Manifest) -> str | None:
     """What differs between the live state and the manifest's digests; the same answer on every rank."""
-    return _differ(manifest.digests, live_digests(engine))
+    return differ(manifest.digests, live_digests(engine))
 
 
-def _differ(saved: Mapping[str, int], live: Mapping[str, int]) -> str | None:
+def differ(saved: Mapping[str, int], live: Mapping[str, int]) -> str | None:
+    """Which arrays are not as they were saved, in words; None if all are."""
     wrong = [name for name, digest in live.items() if name in saved and saved[name] != digest]
     return f"the loaded state is not the saved one: digests differ for {', '.join(sorted(wrong)[:5])}" if wrong else None

@@ -29,6 +29,8 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     slot: int = 0  # place on its node: which GPU
     slots: int = 1  # places of that node
     spread: bool = False  # whether other ranks' slots are on other nodes
+    nodes: list[str] = []  # of each rank, where the nodes hold copies of each other's snapshots
+    control: str = ""  # folder in which their keepers say how they are reached
     evidence: bool = False  # more of it than usual
     nearer: bool = True  # whether a snapshot in memory may be what the attempt begins with
     port: int = 0  # added by the agent, as the host is
@@ -45,6 +47,9 @@ class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):
     storage: dict[str, Any] = {}
     local_url: str = ""
     local_every_steps: int = 0
+    several_nodes: bool = False
+    control: str = ""  # where keepers find each other; empty: they do not copy to each other
+    interfaces: list[str] = []  # of which the first that there is leads to other nodes
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     parallel: dict[str, Any] = {}  # of its newest attempt, which may be another than the launch asks for
     places: tuple[Place, ...] = ()
     held: dict[int, dict[str, int]] = {}  # memory areas of older layouts that are still needed
+    homes: dict[str, str] = {}  # where those are, if there are several nodes
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,25 @@ coordinator that takes over knows of no debt; it asks the keeper, and until the 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 Group = tuple[int, int]  # (attempt, step) of a snapshot
 
 
 class Debts:
-    """The open debts of one agent. Used by the coordinator's thread."""
+    """The open debts of all agents. Used by the coordinator's thread."""
 
     def __init__(self) -> None:
         self._owed: set[Group] = set()
         self._epochs: dict[int, int] = {}
-        self.asked = False  # the keeper was asked and has not answered yet
+        self._silent: set[str] = set()  # nodes whose keepers were asked and have not answered yet
+        self._told: dict[Group, set[int]] = defaultdict(set)  # ranks whose shares the keepers' answers have named so far
+
+    @property
+    def asked(self) -> bool:
+        """Whether some keeper was asked and has not answered yet."""
+        return bool(self._silent)
 
     @property
     def open(self) -> bool:
@@ -46,14 +53,19 @@ class Debts:
         """Its step is committed, or given up."""
         self._owed.discard(group)
 
-    def ask(self) -> None:
-        """The keeper is being asked what it owes."""
-        self.asked = True
+    def ask(self, nodes: Iterable[str]) -> None:
+        """The keepers of these nodes are being asked what they owe ("" for the only one)."""
+        self._silent = set(nodes)
+        self._told.clear()
 
-    def told(self, groups: Iterable[Group]) -> None:
-        """The keeper's answer."""
-        self.asked = False
-        self._owed |= set(groups)
+    def told(self, node: str, shares: Iterable[tuple[int, int, int, int]]) -> None:
+        """A keeper's answer: (attempt, step, rank, world) of each share. A snapshot is owed if all of its ranks' shares are."""
+        self._silent.discard(node)
+        for attempt, step, rank, world in shares:
+            ranks = self._told[attempt, step]
+            ranks.add(rank)
+            if len(ranks) == world:
+                self._owed.add((attempt, step))
 
     def before(self, attempt: int) -> bool:
         """Whether storage may be owed something of an earlier attempt."""
@@ -62,4 +74,5 @@ class Debts:
     def clear(self) -> None:
         """The agent is gone, and with it every snapshot."""
         self._owed.clear()
-        self.asked = False
+        self._silent.clear()
+        self._told.clear()

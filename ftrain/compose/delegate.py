@@ -16,31 +16,24 @@ import msgspec
 
 from ftrain.checkpoint.messages import (
     Doubt,
-    Owed,
-    PackFailed,
-    PackStored,
     Ready,
     Resend,
     SaveSkipped,
-    Settled,
     SnapshotTaken,
     StepDone,
     StepTimes,
     StoreSnapshot,
     Traced,
-    decode_keeper,
     decode_worker,
     encode,
 )
 from ftrain.compose.args import Launch, Memo
-from ftrain.compose.committer import Committer, Job
-from ftrain.compose.debts import Debts, Group
-from ftrain.compose.doubts import Doubts
-from ftrain.compose.elastic import ElasticDelegate
+from ftrain.compose.committer import Committer
+from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
-from ftrain.compose.last import LastState
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
+from ftrain.compose.storing import StoringDelegate
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
@@ -52,7 +45,7 @@ from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
 
-class RunDelegate(ElasticDelegate):
+class RunDelegate(StoringDelegate):
     """Composes storage, recovery and the engine into one run. Used by the coordinator's one thread."""
 
     def __init__(
@@ -69,21 +62,12 @@ class RunDelegate(ElasticDelegate):
         self._policies, self._endwatch = policies, endwatch
         self._metrics = MetricsFile(self._local)
         self._links: Links | None = None
-        self._committer: Committer | None = None
-        self._epoch = 0
         self._planned: int | None = None  # newest commit when the newest attempt was planned
-        self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
-        self._begun: dict[Group, float] = {}
-        self._settled: set[Group] = set()
-        self._debts = Debts()
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
         self._memory_step: int | None = None
         self._memory_attempt = 0  # that took it
-        self._last = LastState()
         self._last_step: StepDone | None = None
-        self._doubts = Doubts()
-        self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
         self._told: list[Event] = []  # for the next tick
         self._attempt = 0
 
@@ -130,6 +114,7 @@ class RunDelegate(ElasticDelegate):
     def recall(self, state: RunState) -> None:
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
+        self._copies.recall(state.copied)
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
@@ -140,12 +125,16 @@ class RunDelegate(ElasticDelegate):
         decided = self._layouts.choose(self.links.places(), "the places that there are")
         self._debts.started(attempt, self._epoch)
         self._attempt, own, older = attempt, *self._layouts.started(attempt)
+        self._copies.started(self._layouts.ring if self._layouts.copied else ())
         if older and not self._layouts.fits:
             release += self._give_up_older()
             older = {}
         self._planned = self._committed
         start = self._start(previous.differently if previous is not None else ())
-        source, restored = self._places.newest(self._memory_step, self._origin[1]) if start.nearer else ("storage", start.step)
+        copied = self._copies.reachable({place.node for place in self.links.places()}) if self._memory_step is None else None
+        source, restored = (
+            self._places.newest(self._memory_step, self._origin[1], copied=copied) if start.nearer else ("storage", start.step)
+        )
         return AttemptPlan(
             layout=self._layouts.text,
             workers=self._layouts.workers(self._worker_args(list(own), list(older), start)),
@@ -173,6 +162,7 @@ class RunDelegate(ElasticDelegate):
         self._memory_step, self._committed = None, step
         self._run.taint(after=step, reason=self._doubts.verdict)
         self._told += self._take_epoch(step)
+        self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
 
@@ -219,6 +209,7 @@ class RunDelegate(ElasticDelegate):
             return []
         del self._taken[group]
         self._memory_attempt, self._memory_step = attempt, taken.step
+        self._copies.taken(attempt, taken.step)
         if attempt == self._attempt:
             self._layouts.snapshot(attempt)
         if taken.upload and group not in self._settled:  # else the keeper and the committer were faster than the last rank
@@ -231,6 +222,7 @@ class RunDelegate(ElasticDelegate):
         if len(self._ready[attempt]) == self._layouts.ranks_of(attempt):
             if (self._memory_step or 0) > ready.step:
                 self._memory_step = None  # the workers have forgotten it
+            self._copies.began_at(ready.step)
             found += self._rolled_back(ready)
             found += self._places.resumed_from(self._epoch, ready.step)
             now, source, proof = time.time(), ready.source, ready.proof
@@ -247,52 +239,6 @@ class RunDelegate(ElasticDelegate):
         self._committed = ready.step
         return self._take_epoch(ready.step)
 
-    def _on_skipped(self, skipped: SaveSkipped, attempt: int) -> list[Event]:
-        if skipped.failed:
-            self._after_failure()
-        return [events.CheckpointFailed(t=time.time(), attempt=attempt, step=skipped.step, reason=skipped.reason)]
-
-    # -- what the keeper says, and what becomes of it ----------------------------------------------------------------------
-
-    def on_keeper(self, payload: bytes) -> Sequence[Event]:
-        """One rank's pack is in storage, or could not be put there. May be said twice."""
-        message = decode_keeper(payload)
-        if isinstance(message, Owed):
-            self._debts.told(set(message.groups) - self._settled)
-            return []
-        group = (message.attempt, message.step)
-        if message.tier == "local":
-            return [] if self._doubts.is_void(*group) else self._places.on_keeper(message)
-        self._places.count_retries(message)
-        if group in self._settled or self._doubts.is_void(*group):
-            self._settle(Settled(attempt=message.attempt, step=message.step))
-            return []
-        if isinstance(message, PackFailed):
-            return self._on_failed(message)
-        self._parts[group][message.rank] = message
-        if len(self._parts[group]) == message.world and self._committer is not None:
-            begin = self._begun.pop(group, time.time())
-            changed = any((self._committed or 0) < step <= message.step for step in self._moved)
-            self._committer.submit(Job.of(self._parts.pop(group), epoch=self._epoch, begin=begin, changed=changed))
-        return []
-
-    def _on_failed(self, failed: PackFailed) -> list[Event]:
-        self._parts.pop((failed.attempt, failed.step), None)
-        self._settle(Settled(attempt=failed.attempt, step=failed.step))
-        self._after_failure()
-        reason = f"rank {failed.rank}: {failed.reason}"
-        self._last.failed({failed.step: reason})
-        return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
-
-    def _after_failure(self) -> None:
-        if self._config.checkpoint.if_failed == "stop":
-            self.links.request_stop("checkpoint.if_failed = 'stop'")
-
-    def _settle(self, settled: Settled) -> None:
-        self._settled.add((settled.attempt, settled.step))
-        self._debts.settle((settled.attempt, settled.step))
-        self.links.to_keeper(encode(settled))
-
     def _forget_unfinished(self, attempt: int) -> None:
         """Snapshots that some rank did not live to take will never be whole."""
         self._taken = defaultdict(set, {group: ranks for group, ranks in self._taken.items() if group[0] >= attempt})
@@ -304,21 +250,7 @@ class RunDelegate(ElasticDelegate):
         self._told.clear()
         if not self._debts.before(self._attempt) and (names := self._layouts.superfluous()):
             self.links.release(names)
-        for outcome in self._committer.results() if self._committer else []:
-            self._settle(outcome.settled)
-            if outcome.epoch != self._epoch:
-                continue  # the run went back meanwhile: no part of its history, and no failure of it either
-            if outcome.committed:
-                self._committed = max(self._committed or 0, outcome.settled.step)
-                self._moved = {step for step in self._moved if step > self._committed}
-                self._places.committed(outcome.settled.step)
-            else:
-                self._last.failed(
-                    {event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)}
-                )
-                self._after_failure()
-            found += outcome.events
-        return found
+        return [*found, *self._outcomes()]
 
     # -- the rest of the seam ------------------------------------------------------------------------------------------------
 
@@ -328,12 +260,17 @@ class RunDelegate(ElasticDelegate):
         self._layouts.adopt(known)
         self._attempt = known.attempt
         self._debts.started(known.attempt, known.epoch)
-        self._debts.ask()
+        self._copies.adopted(self._layouts.ring if self._layouts.copied else ())
+        self._debts.ask(self._layouts.ring if self._layouts.spread else ("",))
         self.links.to_keeper(encode(Resend()))
         return []
 
     def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
-        """A keeper that died took the question along."""
+        """A keeper that died took the question along; a new one knows of no other node."""
+        if restarted:
+            self._copies.keeper_restarted()
+        else:
+            self._copies.repeat()
         if restarted and self._debts.asked:
             self.links.to_keeper(encode(Resend()))
         return []
@@ -355,24 +292,6 @@ class RunDelegate(ElasticDelegate):
         self._debts.clear()
         return []
 
-    def at_end(self) -> bool:
-        """Whether the loop did its last step."""
-        return self._last.at_end
-
-    def finished(self) -> bool:
-        """The loop has ended, and its last state is committed."""
-        return self._last.at_end and self._last.is_stored(self._committed)
-
-    def drained(self) -> bool:
-        """Whether the final state is committed, or nothing is on its way any more."""
-        if self._committer is None or not self._committer.idle or self._debts.open:
-            return False
-        return self._last.final is None or self._last.is_stored(self._committed) or bool(self.lost())
-
-    def lost(self) -> str:
-        """Why the final state is not in storage and will not be."""
-        return self._last.lost(self._committed)
-
     def status(self) -> dict[str, Any]:
         """For `ftrain status`."""
         return {
@@ -380,6 +299,7 @@ class RunDelegate(ElasticDelegate):
             "layout": self._layouts.text,
             "committed_step": self._committed,
             "memory_step": self._memory_step,
+            "peer_step": self._copies.step,
             "steps": self._config.run.steps,
             **step_status(self._last_step),
             **self._metrics.status(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import msgspec
 
 from ftrain.compose.args import Launch, WorkerArgs
+from ftrain.compose.copies import Copies
 from ftrain.compose.launch import relaunch
 from ftrain.compose.layouts import Layouts
-from ftrain.compose.nodes import num_nodes
+from ftrain.compose.nodes import num_nodes, shared_dir
 from ftrain.compose.places import Places
 from ftrain.compose.retries import Start, retry
 from ftrain.config import Config
-from recovery.delegate import Delegate
+from recovery.delegate import Delegate, Links
 from recovery.events import Event
 from recovery.places import Place
+from recovery.rendezvous import control_folder
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
@@ -33,6 +36,12 @@ class ElasticDelegate(Delegate):
         self._committed: int | None = None
         self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
+        self._copies = Copies(lambda payload: self.links.to_keeper(payload))
+
+    @property
+    @abstractmethod
+    def links(self) -> Links:
+        """What may be done to the run."""
 
     def num_nodes(self) -> int:
         """Nodes for the ranks of the layout as it is."""
@@ -78,4 +87,5 @@ class ElasticDelegate(Delegate):
             nearer=start.nearer,
             evidence=start.evidence,
             layout=self._layouts.text,
+            control=str(control_folder(shared_dir(self._config, Path(self._local)))) if self._layouts.copied else "",
         )

@@ -16,7 +16,7 @@ from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.corpora import check_data
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
-from ftrain.compose.nodes import arena_nbytes, fleet_spec
+from ftrain.compose.nodes import arena_nbytes, fleet_spec, shared_dir
 from ftrain.compose.paths import absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
@@ -25,8 +25,9 @@ from recovery.agent_record import living_agent
 from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
-from recovery.network import NoInterfaceError
+from recovery.network import NoInterfaceError, names_of
 from recovery.owner import claim
+from recovery.rendezvous import control_folder
 from storage.errors import ConfigurationError
 from storage.objects import check_store
 from storage.run import RunStore
@@ -94,6 +95,9 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
         storage=msgspec.to_builtins(config.storage),
         local_url=local_tier_url(config),
         local_every_steps=config.checkpoint.local_every_steps,
+        several_nodes=bool(config.machine.ranks_per_node),
+        control=str(control_folder(shared_dir(config, folder))) if config.checkpoint.peer_copy else "",
+        interfaces=names_of(config.machine.interface),
     )
 
 

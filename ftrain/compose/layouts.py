@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ftrain.checkpoint.arena import slot_name
 from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
+from ftrain.checkpoint.names import PEER_SLOTS, area_name, is_peer, peer_name
 from ftrain.compose.args import Memo, WorkerArgs, worker_spec
 from ftrain.config import Config, Parallel
 from ftrain.load import changes, parse, to_toml
@@ -44,6 +45,7 @@ class Layouts:
         """Where the ranks of the newest attempt sit; empty before the first."""
         self.generation = 0
         self._held: dict[int, dict[str, int]] = {}  # generation -> its areas and their bytes
+        self._homes: dict[str, str] = {}  # area -> its node, where ranks sit on several
         self._snapshot: int | None = None  # generation of the newest whole snapshot
         self._attempts: dict[int, tuple[int, int]] = {}  # attempt -> its ranks, and its generation
         self.fits = True
@@ -144,6 +146,7 @@ class Layouts:
                     own_slots=of_ranks(args.own_slots, [rank]),
                     source_slots=self._sources(args, rank),
                     spread=self.spread,
+                    nodes=[place.node for place in self.places] if self.copied else [],
                     slot=self.places[rank].slot if self.places else rank,
                     slots=slots,
                 ),
@@ -157,10 +160,31 @@ class Layouts:
         """Whether the ranks sit on several nodes, each with its own memory."""
         return len({place.node for place in self.places}) > 1
 
+    @property
+    def copied(self) -> bool:
+        """Whether each node's snapshots are copied to another node."""
+        return self.spread and self.wish.checkpoint.peer_copy
+
+    @property
+    def ring(self) -> list[str]:
+        """The nodes in the order of their ranks: each one's copies are with the next."""
+        return list(dict.fromkeys(place.node for place in self.places))
+
+    def _home(self, name: str) -> str:
+        """The node of an area of the layout as it is."""
+        area, ring = area_name(name), self.ring
+        node = self.places[area.rank].node
+        return ring[(ring.index(node) + 1) % len(ring)] if area.peer else node
+
     def _sources(self, args: WorkerArgs, rank: int) -> list[str]:
-        """The slots that a rank may read a snapshot from: all, or those of its own node in the layout as it is."""
+        """The slots that a rank may read a snapshot from: all, or those of its own node.
+
+        Without copies of each other's snapshots nodes only read their own, in the layout as it is.
+        """
         if not self.spread:
             return args.source_slots
+        if self.copied:
+            return [name for name in args.source_slots if self._homes.get(name) == self.places[rank].node]
         here = [other for other, place in enumerate(self.places) if place.node == self.places[rank].node]
         return of_ranks(args.own_slots, here)
 
@@ -169,16 +193,25 @@ class Layouts:
     def areas(self) -> dict[str, int]:
         """The areas of the layout as it is now: name -> bytes."""
         slots, sizes = range(self.now.checkpoint.slots), rank_slot_nbytes(self.now)
-        return {slot_name(rank, index, self.generation): size for rank, size in enumerate(sizes) for index in slots}
+        found = {slot_name(rank, index, self.generation): size for rank, size in enumerate(sizes) for index in slots}
+        if self.copied:
+            copies = range(PEER_SLOTS)
+            found |= {peer_name(rank, index, self.generation): size for rank, size in enumerate(sizes) for index in copies}
+        return found
 
     def started(self, attempt: int) -> tuple[dict[str, int], dict[str, int]]:
         """An attempt is being started: its own areas, and the older ones that it may read its state from."""
         self._attempts[attempt] = self.ranks, self.generation
         own, fresh = self.areas(), self.generation not in self._held
-        self.fits = not fresh or fits_beside(own)
+        self._homes |= {name: self._home(name) for name in own} if self.spread else {}
+        self.fits = not fresh or fits_beside(self._busiest(own))
         self._held[self.generation] = own
+        nodes = {place.node for place in self.places}
         older = {
-            name: size for number, areas in self._held.items() if number != self.generation for name, size in areas.items()
+            name: size
+            for number, areas in self._held.items()
+            for name, size in areas.items()
+            if number != self.generation and (name not in self._homes or self._homes[name] in nodes)
         }
         return own, older
 
@@ -202,23 +235,41 @@ class Layouts:
         """Areas of older layouts, given up although they may hold the newest snapshot: there is no room for both."""
         return self._drop([number for number in self._held if number != self.generation])
 
+    def _busiest(self, own: Mapping[str, int]) -> int:
+        """Bytes of the areas on the node that has most of them."""
+        nodes: dict[str, int] = {}
+        for name, size in own.items():
+            node = self._homes.get(name, "")
+            nodes[node] = nodes.get(node, 0) + size
+        return max(nodes.values(), default=0)
+
     def agent_lost(self) -> None:
-        """All areas are gone."""
-        self._held.clear()
+        """All areas are gone. Of several nodes only those of one; which, need not be known: a new agent begins with none."""
+        if not self.spread:
+            self._held.clear()
         self._snapshot = None
 
     def _drop(self, generations: Sequence[int]) -> tuple[str, ...]:
-        return tuple(name for number in generations for name in self._held.pop(number))
+        names = tuple(name for number in generations for name in self._held.pop(number))
+        for name in names:
+            self._homes.pop(name, None)
+        return names
 
     # -- what a successor must know --------------------------------------------------------------------------------------
 
     def memo(self, epoch: int, attempt: int) -> bytes:
         """For a coordinator that finds this one's agent."""
         held = {number: areas for number, areas in self._held.items() if number != self.generation}
-        parallel = msgspec.to_builtins(self.now.parallel)
-        return msgspec.msgpack.encode(
-            Memo(generation=self.generation, epoch=epoch, attempt=attempt, parallel=parallel, places=self.places, held=held)
+        memo = Memo(
+            generation=self.generation,
+            epoch=epoch,
+            attempt=attempt,
+            parallel=msgspec.to_builtins(self.now.parallel),
+            places=self.places,
+            held=held,
+            homes={name: node for name, node in self._homes.items() if area_name(name).generation != self.generation},
         )
+        return msgspec.msgpack.encode(memo)
 
     def adopt(self, memo: Memo) -> None:
         """Go on from an earlier coordinator's layout."""
@@ -226,19 +277,22 @@ class Layouts:
         if memo.parallel:
             self.now = replace(self.wish, parallel=msgspec.convert(memo.parallel, Parallel))
         self._held = {**memo.held, self.generation: self.areas()}
+        self._homes = dict(memo.homes)
+        if self.spread:
+            self._homes |= {name: self._home(name) for name in self._held[self.generation]}
         self._attempts[memo.attempt] = self.ranks, self.generation
 
 
 def of_ranks(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """The slots of these ranks."""
-    marks = [f"-r{rank:05d}-" for rank in ranks]
-    return [name for name in names if any(mark in name for mark in marks)]
+    """The slots of these ranks; copies of their snapshots are no slots of theirs."""
+    wanted = set(ranks)
+    return [name for name in names if not is_peer(name) and area_name(name).rank in wanted]
 
 
-def fits_beside(own: Mapping[str, int]) -> bool:
+def fits_beside(nbytes: int) -> bool:
     """Whether the areas of a new layout fit beside what is there already."""
     try:
-        check_fits(sum(own.values()), room())
+        check_fits(nbytes, room())
     except MemoryLimitError:
         return False
     return True

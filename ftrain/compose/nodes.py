@@ -12,6 +12,7 @@ import msgspec
 
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS
+from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
 from recovery.files import replace_file

@@ -73,10 +73,18 @@ class Places:
         """The newest step of the local tier."""
         return self._local.step if self._local else None
 
-    def newest(self, memory: int | None, stored: int | None) -> tuple[Source, int | None]:
-        """Where the next attempt's state should come from, and its step; of equals the nearest. The workers decide."""
+    def newest(self, memory: int | None, stored: int | None, *, copied: int | None = None) -> tuple[Source, int | None]:
+        """Where the next attempt's state should come from, and its step; of equals the nearest. The workers decide.
+
+        `copied`: of what other nodes hold for those that are lost.
+        """
         best: tuple[Source, int | None] = ("init", None)
-        nearer: tuple[tuple[Source, int | None], ...] = (("storage", stored), ("local", self.local_step), ("memory", memory))
+        nearer: tuple[tuple[Source, int | None], ...] = (
+            ("storage", stored),
+            ("local", self.local_step),
+            ("peer", copied),
+            ("memory", memory),
+        )
         for source, step in nearer:
             if step is not None and step >= (best[1] or 0):
                 best = source, step

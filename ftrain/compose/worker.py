@@ -21,6 +21,7 @@ from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
 from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
+from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.checkpoint.spread import from_spread_memory

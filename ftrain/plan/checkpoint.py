@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.plan import failure_table, interval, state
 from ftrain.plan.figure import Answer, Section, Table, Value, duration, nbytes, number, percent, seconds, why
 from ftrain.plan.params import largest
@@ -127,14 +128,26 @@ def _upload_s(setup: Setup, costs: Costs) -> float:
     return max(alone, shared)
 
 
+def _slots(setup: Setup) -> int:
+    """Memory areas for each rank of a server: its own, and those for the copies of another server's ranks."""
+    checkpoint = setup.config.checkpoint
+    return checkpoint.slots + (PEER_SLOTS if checkpoint.peer_copy else 0)
+
+
+def _arena(setup: Setup) -> Fraction:
+    """Bytes of all memory areas of a server."""
+    return rank_bytes(setup) * _slots(setup) * setup.profile.server.gpus
+
+
 def _memory_tier(setup: Setup, costs: Costs) -> Section:
-    server = setup.profile.server
-    arena = rank_bytes(setup) * setup.config.checkpoint.slots * server.gpus
+    server, checkpoint = setup.profile.server, setup.config.checkpoint
+    arena = _arena(setup)
+    copies = f", {PEER_SLOTS} of them for copies of another node's snapshots" if checkpoint.peer_copy else ""
     figures = [
         duration("stall_s", "stall of a save", value=stall_s(setup, costs),
                  why=why("--stall" if costs.stall_s else "bytes of the busiest rank / bandwidth to host memory",
                          setup.profile.sources["server"], gb_s=server.host_gb_s)),
-        nbytes("arena_per_server", f"host memory of a server for {setup.config.checkpoint.slots} arena slots", value=arena,
+        nbytes("arena_per_server", f"host memory of a server for {_slots(setup)} arena slots{copies}", value=arena,
                digits=2, why=why("bytes of a rank x slots x cards of a server", "architecture 1.3")),
     ]  # fmt: skip
     if server.host_memory_gb:
@@ -193,8 +206,7 @@ def _interval_table(costs: Costs, stall: float, mtbf: float) -> Table:
 def _refusals(setup: Setup, costs: Costs) -> tuple[str, ...]:
     found = []
     server = setup.profile.server
-    arena = rank_bytes(setup) * setup.config.checkpoint.slots * server.gpus
-    if server.host_memory_gb and arena > server.host_memory_gb * 10**9:
+    if server.host_memory_gb and _arena(setup) > server.host_memory_gb * 10**9:
         found.append("arenas are larger than the host's memory: lower checkpoint.slots, or use more replicas")
     upload = _upload_s(setup, costs)
     if costs.left_s and stall_s(setup, costs) + upload > costs.left_s:

@@ -1,0 +1,149 @@
+"""The memory areas of a node as other nodes see them: they leave copies of their snapshots here, and read what lies here.
+
+A copy is a slot like any other: header, table, progress, payload with its crc32c. It is complete only once every chunk's crc
+was computed again from what arrived. Two areas hold the copies of one rank, so one is always whole while the other is filled;
+which of them must stay says whoever offers the next copy, because it alone knows which step is whole on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from ftrain.checkpoint.arena import ArenaSlot, SlotState, SlotTable
+from ftrain.checkpoint.names import PEER, is_peer, of_peer
+from ftrain.checkpoint.peer_link import Describe, Described, Fine, Link, Offer, PeerError, Read, Refused, Request
+from storage.pack import check
+
+__all__ = ["PEER", "PeerAreas"]
+
+
+class PeerAreas:
+    """The areas of one node, its own and the copies of others. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, tuple[ArenaSlot, threading.Lock]] = {}
+        self._choosing = threading.Lock()
+
+    def adopt(self, name: str, fd: int) -> None:
+        """Know an area."""
+        self._slots[name] = (ArenaSlot(fd), threading.Lock())
+
+    def drop(self, name: str) -> None:
+        """Forget an area, after the work on it has ended."""
+        entry = self._slots.pop(name, None)
+        if entry is not None:
+            with entry[1]:
+                entry[0].close()
+
+    def forget_after(self, step: int) -> None:
+        """Copies of later steps than the one the run goes on from mean nothing any more."""
+        for name, (slot, lock) in list(self._slots.items()):
+            with lock:
+                if is_peer(name) and self._slots.get(name) and slot.header().step > step:
+                    slot.forget()
+
+    def handle(self, link: Link, request: Request) -> None:
+        """Answer one request of another node. Raises what its connection raises."""
+        try:
+            match request:
+                case Offer():
+                    self._receive(link, request)
+                case Describe(area=area):
+                    with self._held(area) as slot:
+                        described = _described(slot)
+                    link.send(described)
+                case Read():
+                    self._send(link, request)
+        except PeerError as error:
+            link.send(Refused(reason=str(error)))
+
+    @contextlib.contextmanager
+    def _held(self, area: str) -> Iterator[ArenaSlot]:
+        entry = self._slots.get(area)
+        if entry is None:
+            raise PeerError(f"there is no memory area {area} here")
+        with entry[1]:
+            if area not in self._slots:
+                raise PeerError(f"memory area {area} was given back")
+            yield entry[0]
+
+    def _send(self, link: Link, request: Read) -> None:
+        with self._held(request.area) as slot:
+            payload = slot.payload().data
+            if request.start + request.nbytes > len(payload):
+                raise PeerError(
+                    f"area {request.area} has {len(payload)} bytes, asked for up to {request.start + request.nbytes}"
+                )
+            link.send(Fine())
+            link.send_bytes(payload[request.start : request.start + request.nbytes])
+
+    def _receive(self, link: Link, offer: Offer) -> None:
+        """Take a copy in. If it breaks off or is damaged, the area is empty afterwards, and the other one is as it was."""
+        with self._chosen(offer) as slot:
+            table = msgspec.msgpack.decode(offer.table, type=SlotTable)
+            try:
+                payload = slot.prepare(table.layout())
+            except ValueError as error:
+                raise PeerError(str(error)) from error
+            if payload.nbytes != offer.nbytes:
+                raise PeerError(f"{offer.nbytes} bytes are offered, the table says {payload.nbytes}")
+            slot.begin(epoch=offer.epoch, attempt=offer.attempt, step=offer.step, rank=offer.rank, world=offer.world)
+            link.send(Fine())
+            try:
+                link.receive_into(payload.data)
+                damaged = check(payload, table.layout())
+            except BaseException:
+                slot.forget()
+                raise
+            if damaged:
+                slot.forget()
+                raise PeerError(f"{len(damaged)} chunks arrived damaged: {damaged[0].array}")
+            slot.complete(offer.progress, upload=False)
+            slot.mark_sealed(slot.header())
+        link.send(Fine())
+
+    @contextlib.contextmanager
+    def _chosen(self, offer: Offer) -> Iterator[ArenaSlot]:
+        """The area for a copy: not the one that must be kept; of the others the same step's, else the oldest."""
+
+        def age(slot: ArenaSlot) -> tuple[bool, int]:
+            header = slot.header()
+            same = (header.attempt, header.step) == (offer.attempt, offer.step)
+            return (not same, header.step if header.state is SlotState.COMPLETE else -1)
+
+        with self._choosing:
+            found = [(name, *entry) for name, entry in self._slots.items() if is_peer(name) and of_peer(name) == offer.of]
+            free = [it for it in found if (offer.keep is None or _key(it[1]) != offer.keep) and not it[2].locked()]
+            if not free:
+                raise PeerError(f"no memory area is free here for a copy of {offer.of} ({len(found)} are there)")
+            _, slot, lock = min(free, key=lambda it: age(it[1]))
+            lock.acquire()
+        try:
+            yield slot
+        finally:
+            lock.release()
+
+
+def _key(slot: ArenaSlot) -> tuple[int, int] | None:
+    header = slot.header()
+    return (header.attempt, header.step) if header.state is SlotState.COMPLETE else None
+
+
+def _described(slot: ArenaSlot) -> Described:
+    header = slot.header()
+    if header.state is not SlotState.COMPLETE:
+        raise PeerError("the area holds no complete snapshot")
+    slot.seal()
+    return Described(
+        epoch=header.epoch,
+        attempt=header.attempt,
+        step=header.step,
+        rank=header.rank,
+        world=header.world,
+        table=msgspec.msgpack.encode(slot.table()),
+        progress=msgspec.json.encode(slot.progress()),
+    )

@@ -1,0 +1,132 @@
+"""The part of a run's delegate that follows snapshots to storage and to other nodes, and knows what is still owed."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ftrain.checkpoint.messages import (
+    CopyFailed,
+    Owed,
+    PackFailed,
+    PackStored,
+    PeerCopied,
+    SaveSkipped,
+    Settled,
+    decode_keeper,
+    encode,
+)
+from ftrain.compose.args import Launch
+from ftrain.compose.committer import Committer, Job
+from ftrain.compose.debts import Debts, Group
+from ftrain.compose.doubts import Doubts
+from ftrain.compose.elastic import ElasticDelegate
+from ftrain.compose.last import LastState
+from ftrain.config import Config
+from recovery import events
+from recovery.events import Event
+from storage.retention import RetentionPolicy
+from storage.run import RunStore
+
+
+class StoringDelegate(ElasticDelegate):
+    """Gathers packs into commits. Used by the coordinator's one thread; what touches storage is the committer's."""
+
+    def __init__(
+        self, launch: Launch, config: Config, run: RunStore, folder: Path, policies: Sequence[RetentionPolicy]
+    ) -> None:
+        super().__init__(launch, config, run, folder, policies)
+        self._committer: Committer | None = None
+        self._epoch = 0
+        self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
+        self._begun: dict[Group, float] = {}
+        self._settled: set[Group] = set()
+        self._debts = Debts()
+        self._last = LastState()
+        self._doubts = Doubts()
+        self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
+
+    def on_keeper(self, payload: bytes) -> Sequence[Event]:
+        """One rank's pack is in storage, or could not be put there. May be said twice."""
+        message = decode_keeper(payload)
+        if isinstance(message, Owed):
+            self._debts.told(message.node, (it for it in message.shares if it[:2] not in self._settled))
+            return []
+        if isinstance(message, PeerCopied | CopyFailed):
+            return self._copies.on_keeper(message)
+        group = (message.attempt, message.step)
+        if message.tier == "local":
+            return [] if self._doubts.is_void(*group) else self._places.on_keeper(message)
+        self._places.count_retries(message)
+        if group in self._settled or self._doubts.is_void(*group):
+            self._settle(Settled(attempt=message.attempt, step=message.step))
+            return []
+        if isinstance(message, PackFailed):
+            return self._on_failed(message)
+        self._parts[group][message.rank] = message
+        if len(self._parts[group]) == message.world and self._committer is not None:
+            begin = self._begun.pop(group, time.time())
+            changed = any((self._committed or 0) < step <= message.step for step in self._moved)
+            self._committer.submit(Job.of(self._parts.pop(group), epoch=self._epoch, begin=begin, changed=changed))
+        return []
+
+    def _on_failed(self, failed: PackFailed) -> list[Event]:
+        self._parts.pop((failed.attempt, failed.step), None)
+        self._settle(Settled(attempt=failed.attempt, step=failed.step))
+        self._after_failure()
+        reason = f"rank {failed.rank}: {failed.reason}"
+        self._last.failed({failed.step: reason})
+        return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
+
+    def _after_failure(self) -> None:
+        if self._config.checkpoint.if_failed == "stop":
+            self.links.request_stop("checkpoint.if_failed = 'stop'")
+
+    def _settle(self, settled: Settled) -> None:
+        self._settled.add((settled.attempt, settled.step))
+        self._debts.settle((settled.attempt, settled.step))
+        self.links.to_keeper(encode(settled))
+
+    def _on_skipped(self, skipped: SaveSkipped, attempt: int) -> list[Event]:
+        if skipped.failed:
+            self._after_failure()
+        return [events.CheckpointFailed(t=time.time(), attempt=attempt, step=skipped.step, reason=skipped.reason)]
+
+    def _outcomes(self) -> list[Event]:
+        """What the committer has done since the last call."""
+        found: list[Event] = []
+        for outcome in self._committer.results() if self._committer else []:
+            self._settle(outcome.settled)
+            if outcome.epoch != self._epoch:
+                continue  # the run went back meanwhile: no part of its history, and no failure of it either
+            if outcome.committed:
+                self._committed = max(self._committed or 0, outcome.settled.step)
+                self._moved = {step for step in self._moved if step > self._committed}
+                self._places.committed(outcome.settled.step)
+            else:
+                self._last.failed(
+                    {event.step: event.reason for event in outcome.events if isinstance(event, events.CheckpointFailed)}
+                )
+                self._after_failure()
+            found += outcome.events
+        return found
+
+    def at_end(self) -> bool:
+        """Whether the loop did its last step."""
+        return self._last.at_end
+
+    def finished(self) -> bool:
+        """The loop has ended, and its last state is committed."""
+        return self._last.at_end and self._last.is_stored(self._committed)
+
+    def drained(self) -> bool:
+        """Whether the final state is committed, or nothing is on its way any more."""
+        if self._committer is None or not self._committer.idle or self._debts.open:
+            return False
+        return self._last.final is None or self._last.is_stored(self._committed) or bool(self.lost())
+
+    def lost(self) -> str:
+        """Why the final state is not in storage and will not be."""
+        return self._last.lost(self._committed)
