@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     CONFIG = 3
     """The configuration is wrong."""
     DAMAGED = 4
-    """A checkpoint that was asked for does not verify."""
+    """A checkpoint that was asked for is not there, or does not verify."""
     STORAGE = 5
     """Storage cannot be used: missing, forbidden, full."""
     HELD = 6

@@ -22,6 +22,8 @@ from storage.taint import read_reason
 
 __all__ = ["Catalog", "CheckpointInfo", "CheckpointState", "StepFolder", "read_catalog", "read_checked"]
 
+WRITTEN = ("pack", "manifest", "zarr")
+
 
 class CheckpointState(StrEnum):
     """What a step's folder amounts to."""
@@ -34,8 +36,10 @@ class CheckpointState(StrEnum):
     """Only commits that a later epoch made void."""
     TAINTED = "tainted"
     """Only commits that a roll-back distrusts: kept, never chosen, opened when asked for by step."""
+    RETIRED = "retired"
+    """Deleted on purpose: its packs go after the grace period."""
     INCOMPLETE = "incomplete"
-    """No commit: being written, given up, or being deleted."""
+    """No commit: being written, or given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,9 @@ class StepFolder:
             return CheckpointState.TAINTED, self.taints[self.tainted[0].epoch]
         if self.commits:
             return CheckpointState.FENCED, epochs.fence(self.commits[0].epoch, self.step)
+        stones, written = ([(n.epoch, n.name) for n, _ in self.objects if n.kind in kinds] for kinds in (("deleted",), WRITTEN))
+        if stones and max(stones)[0] >= max(written, default=(-1, ""))[0]:
+            return CheckpointState.RETIRED, "deleted on purpose; what is left goes after the grace period"
         return CheckpointState.INCOMPLETE, "there is no commit"
 
 

@@ -59,7 +59,7 @@ class HealReport:
     objects: list[str] = field(default_factory=list)
     """Keys that were written."""
     num_chunks: int = 0
-    """Chunks whose bytes came from a donor."""
+    """Chunks that were wrong, or could not be read or believed, and came from a donor."""
     before: tuple[Problem, ...] = ()
     """What was wrong."""
 
@@ -178,7 +178,8 @@ class _Rebuilt:
     def _band(self, spec: ArraySpec, band: Part) -> Buffer:
         """The bytes of some rows of tiles: as they are if every checksum holds, else a donor's; chunk by chunk if need be."""
         stored = None if band.array in self._distrusted else self._stored(spec, band)
-        if stored is not None and not _wrong(stored, spec, band):
+        wrong = PartGeometry.of(spec, band.shape).num_chunks if stored is None else _num_wrong(stored, spec, band)
+        if stored is not None and not wrong:
             return stored
         buffer, problem = self._from_donors(spec, band)
         if buffer is None and band.shape != spec.tile:
@@ -188,7 +189,7 @@ class _Rebuilt:
         if buffer is None:
             text = f"{spec.name}: elements from {band.offset} are damaged here and in every donor: {problem}"
             raise Damaged(text, array=spec.name, pack=self._pack.name)
-        self._report.num_chunks += PartGeometry.of(spec, band.shape).num_chunks
+        self._report.num_chunks += wrong
         return buffer
 
     def _stored(self, spec: ArraySpec, band: Part) -> Buffer | None:
@@ -221,10 +222,10 @@ def _chunks(spec: ArraySpec, band: Part) -> Iterator[Part]:
         yield Part(array=band.array, offset=box.offset, shape=box.shape, position=position)
 
 
-def _wrong(buffer: Buffer, spec: ArraySpec, band: Part) -> bool:
+def _num_wrong(buffer: Buffer, spec: ArraySpec, band: Part) -> int:
     geometry = PartGeometry.of(spec, band.shape)
     crcs = chunk_crcs(buffer, 0, geometry, geometry.num_chunks)
-    return bool((crcs != stored_crcs(buffer, 0, geometry, geometry.num_chunks)).any())
+    return int((crcs != stored_crcs(buffer, 0, geometry, geometry.num_chunks)).sum())
 
 
 def _heal_views(target: Checkpoint, report: HealReport) -> None:

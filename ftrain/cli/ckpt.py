@@ -51,8 +51,8 @@ def opened(url: str) -> Iterator[RunStore]:
 def ls(url: str, as_json: bool) -> None:
     """List the checkpoints of a run, and why one does not count.
 
-    A tainted one lies behind the onset of something that the run went back from: it is kept, never chosen, and can be had by
-    URL@STEP.
+    A retired one was deleted by the retention policy and goes after the grace period. A tainted one lies behind the onset of
+    something that the run went back from: it is kept, never chosen, and can be had by URL@STEP.
 
     \b
     Example:
@@ -194,7 +194,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     elif not rows:
         render.data("equal: every array has the same digest")
     else:
-        render.table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+        for row in rows:
+            render.data(row["text"])
     raise SystemExit(1 if rows else 0)
 
 

@@ -122,7 +122,7 @@ class Committer:
                 attempt=job.attempt,
                 step=job.step,
                 progress=job.parts[0].progress,
-                created_s=time.time(),
+                created_s=float(job.parts[0].progress.get("taken_s") or time.time()),  # the same in every tier
             )
             written = (job.epoch, manifest.digests)  # in another epoch it may equal one that is no part of the history any more
             if job.changed and written == self._digests:

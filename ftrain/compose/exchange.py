@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import absolute_url
 from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
@@ -140,7 +141,7 @@ def import_run(form: Literal["safetensors", "dcp"], source: str, url: str, *, co
     try:
         run = RunStore(target)
         if run.checkpoints():
-            raise ConfigurationError(f"{url} has checkpoints already: an import makes a run of its own, give another URL")
+            raise RefusedError([f"{url} has checkpoints already: an import makes a run of its own, give another URL"])
         model, seq_len = _model(store, config)
         with _opened(form, store) as found:
             given = _Given(found)

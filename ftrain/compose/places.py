@@ -52,7 +52,7 @@ class Places:
             found.append(notice("create", text))
         if url := local_tier_url(self._config):
             try:
-                self._local = LocalTier(url, wake)
+                self._local = LocalTier(url, wake, self._run.store)
                 self._local.begin(epoch, epochs, committed)
             except StorageError as error:
                 self._local = None
@@ -100,6 +100,8 @@ class Places:
 
     def committed(self, step: int) -> None:
         """A checkpoint exists in the run's storage."""
+        if self._local:
+            self._local.committed(step)
         if self._mirror:
             self._mirror.committed(step)
 

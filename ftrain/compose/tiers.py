@@ -3,16 +3,19 @@
 Neither may hold up the run or end it, and losing either loses nothing that was promised: what goes wrong with them is a notice
 in the ledger. The local tier keeps the epochs of the run under their own numbers, so that its history is fenced like that of
 the run itself; what the run's history does not contain is deleted rather than kept and argued about. Its folder is named after
-the run, so that one disk may serve many.
+the run, so that one disk may serve many. Its manifest of a step is byte for byte the run's own, and so, once both exist, is its
+commit: whatever is damaged in the run's storage comes back from it.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -20,11 +23,13 @@ from ftrain.checkpoint.messages import PackFailed, PackStored
 from ftrain.compose.committer import Committer, Job
 from recovery.events import Event, StorageNotice, TierCommitted
 from storage.catalog import CheckpointState
+from storage.commit import decode_commit, read_commit
 from storage.copy import copy_checkpoint
 from storage.epoch import Epochs, copy_epoch, read_epochs
-from storage.errors import NoCheckpoint, StorageError
+from storage.errors import NoCheckpoint, ObjectMissing, StorageError
 from storage.keys import commit_name, step_folder
 from storage.objects import ObjectStore, open_store
+from storage.record import MAX_RECORD_BYTES
 from storage.retention import KeepLast, RetentionPolicy
 from storage.run import RunStore
 
@@ -34,8 +39,10 @@ LOCAL_KEEPS = 2
 class LocalTier:
     """The coordinator's half of the local tier; the keeper writes the packs. Used by the coordinator's thread."""
 
-    def __init__(self, url: str, wake: Callable[[], None]) -> None:
-        self._run = RunStore(open_store(url))
+    def __init__(self, url: str, wake: Callable[[], None], store: ObjectStore) -> None:
+        """`store` is that of the run itself."""
+        self._run, self._store = RunStore(open_store(url)), store
+        self._twins = ThreadPoolExecutor(1, thread_name_prefix="twins")
         self._committer = Committer(self._run, [KeepLast(LOCAL_KEEPS)], grace_s=0.0, wake=wake, local=True)
         self._parts: dict[tuple[int, int], dict[int, PackStored]] = defaultdict(dict)
         self._epoch = 0
@@ -101,9 +108,26 @@ class LocalTier:
         for outcome in self._committer.results():
             if outcome.committed and outcome.epoch == self._epoch:  # else the run went back meanwhile
                 self.step = max(self.step or 0, outcome.settled.step)
+                self.committed(outcome.settled.step)
             found += outcome.events
         self._parts = defaultdict(dict, {g: p for g, p in self._parts.items() if self.step is None or g[1] > self.step})
         return found
+
+    def committed(self, step: int) -> None:
+        """A checkpoint exists in the run's storage, or here: if in both, its commit is kept here, too."""
+        self._twins.submit(self._take_commit, step, commit_name(self._epoch))
+
+    def _take_commit(self, step: int, name: str) -> None:
+        key = step_folder(step) + name
+        try:
+            data = self._store.get(key, max_bytes=MAX_RECORD_BYTES)
+            here, there = read_commit(self._run.store, key), decode_commit(data, key)
+            if (here.manifest_nbytes, here.manifest_crc32c) == (there.manifest_nbytes, there.manifest_crc32c):
+                self._run.store.put(key, data)
+        except ObjectMissing:  # not in both yet: the later one comes here again
+            return
+        except StorageError as error:  # the run goes on without: then a damaged commit is not healed from here
+            logging.warning("the local tier does not keep the commit of step %d: %s", step, error)
 
     def lost(self) -> None:
         """Packs that were not whole on all ranks will not be."""
@@ -112,6 +136,7 @@ class LocalTier:
     def close(self) -> None:
         """Finish what is queued, briefly."""
         self._committer.close(timeout_s=5.0)
+        self._twins.shutdown(wait=True, cancel_futures=True)
 
 
 class Mirror:

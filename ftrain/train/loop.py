@@ -221,7 +221,7 @@ class Loop:
             [piece for piece in self.engine.pieces() if piece.owner],
             step=progress.step,
             upload=upload,
-            progress=progress.record(),
+            progress={**progress.record(), "taken_s": time.time()},
         )
 
 

@@ -44,7 +44,7 @@ def test_the_commit_goes_first_and_the_rest_after_the_grace_period(run: RunStore
     reader = run.open(10)
     report = collect(run, LAST)
     assert (report.kept, report.deleted_commits, report.deleted_objects) == ([20], [10], 0)
-    assert states(run) == {10: "incomplete", 20: "valid"}
+    assert states(run) == {10: "retired", 20: "valid"}
     assert holds(reader, VALUES)  # it had opened the checkpoint before
     store.now += GRACE - 1
     assert collect(run, LAST).deleted_objects == 0

@@ -68,6 +68,12 @@ def test_identical_bytes_come_back(store: ClockStore, donor: RunStore, seed: int
     assert RunStore(store).open().verify().ok
 
 
+def test_what_was_wrong_is_counted_not_what_was_read_with_it(store: ClockStore, donor: RunStore) -> None:
+    flip_bit(store, packs(store)[0], 8 * 3)
+    report = heal(store, 10, [donor.open()])
+    assert (report.num_chunks, report.objects) == (1, [packs(store)[0]])
+
+
 def test_what_is_whole_is_not_touched(store: ClockStore, donor: RunStore) -> None:
     store.now += 1
     assert heal(store, 10, [donor.open()]).objects == []

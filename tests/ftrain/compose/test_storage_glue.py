@@ -19,7 +19,8 @@ from ftrain.load import load
 from recovery.events import CheckpointCommitted, CheckpointFailed, StorageNotice, TierCommitted
 from recovery.owner import HeldError, this_process
 from storage.epoch import read_epochs
-from storage.keys import pack_name
+from storage.heal import heal
+from storage.keys import pack_name, step_folder
 from storage.lease import read_holder, renew
 from storage.memory import MemoryStore
 from storage.objects import ObjectStore
@@ -92,7 +93,7 @@ def parts(store: ObjectStore, values: dict, step: int, epoch: int) -> tuple[Pack
                 rank=rank,
                 world=len(hands),
                 manifest=manifest,
-                progress={},
+                progress={"taken_s": 1234.5},
                 seconds=0.1,
                 retries=2,
             )
@@ -143,9 +144,9 @@ def test_retries_of_the_writers_stand_in_the_commit() -> None:
     committing.committer.close()
 
 
-def local_tier(folder: Path) -> tuple[LocalTier, threading.Semaphore]:
+def local_tier(folder: Path, store: ObjectStore | None = None) -> tuple[LocalTier, threading.Semaphore]:
     done = threading.Semaphore(0)
-    return LocalTier(str(folder), done.release), done
+    return LocalTier(str(folder), done.release, store or MemoryStore()), done
 
 
 def write_local(tier: LocalTier, done: threading.Semaphore, values: dict, step: int, epoch: int) -> None:  # type: ignore[type-arg]
@@ -183,6 +184,31 @@ def test_the_local_tier_keeps_two_and_follows_the_history_of_the_run(tmp_path: P
     assert tier.step == 20
     write_local(tier, done, OTHER, 30, epoch)
     assert tier.step == 30
+    tier.close()
+
+
+@pytest.mark.parametrize("first", ["local", "storage"])
+def test_commit_and_manifest_of_the_run_come_back_from_the_local_tier(tmp_path: Path, first: str) -> None:
+    """Whichever of the two commits a step first: each takes its own time."""
+    committing = Committing(ClockStore())
+    run = committing.run
+    tier, done = local_tier(tmp_path, run.store)
+    tier.begin(committing.epoch, read_epochs(MemoryStore()), None)
+    for step in (10, 20) if first == "local" else (20,):
+        write_local(tier, done, VALUES, step, committing.epoch)
+    assert committing.commit(VALUES, 20, changed=True).committed
+    if first == "storage":
+        write_local(tier, done, VALUES, 20, committing.epoch)
+    tier.committed(20)
+    tier._twins.shutdown(wait=True)
+    keys = [info.key for info in run.store.list(step_folder(20)) if info.key.endswith((".manifest", "commit-e0000.json"))]
+    before = {key: run.store.get(key) for key in keys}
+    assert len(before) == 2
+    for key in keys:
+        run.store.put(key, b"damaged")
+    heal(run.store, 20, [tier._run.open(20)])
+    assert {key: run.store.get(key) for key in keys} == before
+    committing.committer.close()
     tier.close()
 
 

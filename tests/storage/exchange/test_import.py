@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.exchange import export, import_run
 from storage.box import Box
 from storage.errors import ConfigurationError, CoverageError, Damaged, FormatError, ObjectMissing
@@ -131,7 +132,7 @@ def test_a_missing_config_says_what_to_give(tmp_path: Path) -> None:
         import_run("safetensors", str(tmp_path / "hf"), str(tmp_path / "run"))
     commit = import_run("safetensors", str(tmp_path / "hf"), str(tmp_path / "run"), config=str(tmp_path / "elsewhere.json"))
     assert commit.created
-    with pytest.raises(ConfigurationError, match="checkpoints already"):
+    with pytest.raises(RefusedError, match="checkpoints already"):
         import_run("safetensors", str(tmp_path / "hf"), str(tmp_path / "run"), config=str(tmp_path / "elsewhere.json"))
 
 
