@@ -16,7 +16,17 @@ from msgspec.structs import replace
 
 from recovery import paths
 from recovery.crew import Crew
-from recovery.evidence import Evidence, Finding, Source, error_files, filesystem_state, gather, kernel_log, log_tails
+from recovery.evidence import (
+    Evidence,
+    Finding,
+    Source,
+    error_files,
+    filesystem_state,
+    gather,
+    kernel_log,
+    log_tails,
+    our_kernel_log,
+)
 from recovery.loop import Loop
 from recovery.messages import CollectEvidence, EvidenceCollected
 from recovery.procfs import activity, samples
@@ -75,7 +85,7 @@ class Clues:
             "error files": lambda: _unsaid(error_files(errors), logs),
             "memory cgroup": crew.oom.source,
             "file systems": lambda: filesystem_state([str(self._folder)]),
-            "kernel log": lambda: kernel_log(since_s=crew.began),
+            "kernel log": lambda: our_kernel_log(kernel_log(since_s=crew.began), crew.oom),
         }
 
 

@@ -121,6 +121,30 @@ def kernel_log(*, since_s: float, path: str = "/dev/kmsg") -> Finding:
         os.close(fd)
 
 
+def our_kernel_log(finding: Finding, watch: OomWatch) -> Finding:
+    """Kernel messages without reports of OOM kills in memory cgroups that are not ours: the kernel has one log for all.
+
+    Ours are those that the watch has counted too; if it can count nothing, every report is kept.
+    """
+    if not watch.counts or watch.source().scheduler:
+        return finding
+    kept: list[str] = []
+    left_out = 0
+    report: list[str] = []
+    for line in finding.kernel:
+        if "invoked oom-killer" in line:
+            kept += report
+            report = []
+        report.append(line)
+        if "Memory cgroup out of memory: Killed process" in line:
+            report, left_out = [], left_out + 1
+        elif "invoked oom-killer" not in report[0]:
+            kept += report
+            report = []
+    note = f"kernel log: {left_out} OOM kill(s) in memory cgroups that are not ours left out"
+    return Finding(kernel=(*kept, *report), notes=(*finding.notes, *([note] if left_out else [])))
+
+
 def filesystem_state(paths: Iterable[str]) -> Finding:
     """A line for each file system that is full, out of inodes, or read-only; nothing for healthy ones."""
     lines: list[str] = []
@@ -145,6 +169,11 @@ class OomWatch:
         names = [str(pid) for pid in pids] or ["self"]
         files = {file for name in names for file in _counter_files(proc / name / "cgroup", cgroups)}
         self._before = {file: _oom_kills(file) for file in sorted(files)}
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a counter at all."""
+        return bool(self._before)
 
     def source(self) -> Finding:
         """A line for each cgroup in which processes were killed since the watch began."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from recovery.evidence import Finding, OomWatch, error_files, filesystem_state, gather, kernel_log, log_tails
+from recovery.evidence import Finding, OomWatch, error_files, filesystem_state, gather, kernel_log, log_tails, our_kernel_log
 
 
 def test_log_tails_say_who_speaks_and_keep_the_given_order(tmp_path: Path) -> None:
@@ -51,6 +51,34 @@ def test_oom_kills_are_seen_as_differences_on_both_cgroup_versions(tmp_path: Pat
     v1.write_text("oom_kill 1\n")
     found = watch.source()
     assert [line.split("oom_kill ")[1] for line in found.scheduler] == ["2 -> 3", "0 -> 1"]
+
+
+def test_an_oom_kill_in_a_neighbour_s_cgroup_is_no_evidence(tmp_path: Path) -> None:
+    """The kernel has one log: what it says of others' memory limits stands there too."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    counter = groups / "job" / "memory.events"
+    counter.parent.mkdir(parents=True)
+    counter.write_text("oom_kill 0\n")
+    xid = "[  1.0] NVRM: Xid (PCI:0000:9b:00): 79, pid=7, GPU has fallen off the bus."
+    report = (
+        "[  2.0] python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0",
+        "[  2.0] oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/other,task_memcg=/other,task=python,pid=9,uid=0",
+        "[  2.0] Memory cgroup out of memory: Killed process 9 (python) total-vm:1kB",
+    )
+    after = "[  3.0] EXT4-fs error (device sda1): bad block"
+    told = Finding(kernel=(xid, *report, after))
+    watch = OomWatch(proc=proc, cgroups=groups)
+    ours = our_kernel_log(told, watch)
+    assert ours.kernel == (xid, after)
+    assert ours.notes == ("kernel log: 1 OOM kill(s) in memory cgroups that are not ours left out",)
+    counter.write_text("oom_kill 1\n")
+    assert our_kernel_log(told, watch) == told
+    machine = Finding(kernel=(report[0], "[  2.0] Out of memory: Killed process 9 (python)", after))
+    counter.write_text("oom_kill 0\n")
+    assert our_kernel_log(machine, watch) == machine  # the machine's own memory concerns everybody on it
+    assert our_kernel_log(told, OomWatch(proc=tmp_path / "none", cgroups=groups)) == told  # nothing to count by
 
 
 def test_kernel_log_keeps_what_is_recent_and_says_when_it_may_not_look(tmp_path: Path) -> None:
