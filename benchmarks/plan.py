@@ -20,6 +20,7 @@ from benchmarks import common
 BOUND_S = 0.5
 DENSE = "configs/dense-500b.toml --hardware b200"
 LLAMA = "configs/llama3-405b.toml --hardware h100"
+EXPERTS = "configs/mixtral-8x7b.toml --hardware h100"
 COMMANDS = {
     "memory": f"memory {DENSE}",
     "schedule": f"schedule {LLAMA}",
@@ -28,6 +29,8 @@ COMMANDS = {
     "time": f"time {DENSE} --achieved 400 --against parallel.pp=16",
     "checkpoint": f"checkpoint {LLAMA} --stall 5",
     "search": f"search {LLAMA}",
+    "search_experts": f"search {EXPERTS}",
+    "memory_experts": f"memory {EXPERTS}",
     "explain": f"explain {DENSE} --place 3,2,0",
     "simulate": f"simulate {LLAMA}",
     "simulate_10000_node_years": f"simulate {LLAMA} --days 1782",

@@ -27,43 +27,84 @@ class Saved:
     kept_when: tuple[Recompute, ...]
 
 
+Row = tuple[str, str, Fraction, tuple[Recompute, ...]]
+ALWAYS: tuple[Recompute, ...] = ("none", "selective", "full")
+SOME: tuple[Recompute, ...] = ("none", "selective")
+
+
 def saved_tensors(setup: Setup) -> tuple[Saved, ...]:
     """What one layer keeps, and under which recompute policies. t: TP, r: t under sequence parallelism, else 1; g: r if
     inputs are gathered again, else 1; w: bytes of an activation."""
+    if "saved" not in setup.memo:
+        setup.memo["saved"] = _saved_tensors(setup)
+    found: tuple[Saved, ...] = setup.memo["saved"]
+    return found
+
+
+def _saved_tensors(setup: Setup) -> tuple[Saved, ...]:
     model, mesh, t, r, w = setup.config.model, setup.mesh, setup.mesh.tp, setup.sp, setup.width
     g = r if setup.config.parallel.sp_regather else 1
     tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, mesh.cp)
+    stream = w * tokens * model.hidden
     normed = w * tokens * (Fraction(setup.queries, t) + setup.local_keys) if model.qk_norm else Fraction(0)
     heads = normed / w / head_dim(setup.config)
     exact = max(4, w)  # of norms, softmax and loss
-    always: tuple[Recompute, ...] = ("none", "selective", "full")
-    some: tuple[Recompute, ...] = ("none", "selective")
-    rows: tuple[tuple[str, str, Fraction, tuple[Recompute, ...]], ...] = (
-        ("layer input", "w sbh / r", w * tokens * model.hidden / r, always),
-        ("normed input of attention", "w sbh / g", w * tokens * model.hidden / g, some),
-        ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), some),
-        ("q, k before their norm", "w sb (q + kv) / t", normed, some),
-        ("attention output", "w sbq / t", w * tokens * setup.queries / t, some),
+    rows: tuple[Row, ...] = (
+        ("layer input", "w sbh / r", stream / r, ALWAYS),
+        ("normed input of attention", "w sbh / g", stream / g, SOME),
+        ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), SOME),
+        ("q, k before their norm", "w sb (q + kv) / t", normed, SOME),
+        ("attention output", "w sbq / t", w * tokens * setup.queries / t, SOME),
         ("log-sum-exp", "4 sba / t", exact * tokens * model.heads / t, ("none",)),
-        ("input of the MLP's norm", "w sbh / r", w * tokens * model.hidden / r, some),
-        ("normed input of the MLP", "w sbh / g", w * tokens * model.hidden / g, some),
-        ("gate and up", "2w sbf / t", 2 * w * tokens * model.ffn / t, some),
-        ("SwiGLU product", "w sbf / t", w * tokens * model.ffn / t, some),
-        ("root mean squares of the norms", "8 sb / r, 4 sb a head", exact * (2 * tokens / r + heads), some),
+        ("input of the MLP's norm", "w sbh / r", stream / r, SOME),
+        *(_experts(setup, tokens) if model.experts else _mlp(setup, w * tokens, g)),
+        ("root mean squares of the norms", "8 sb / r, 4 sb a head", exact * (2 * tokens / r + heads), SOME),
     )
     return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows if value)
 
 
+def _mlp(setup: Setup, row: Fraction, g: int) -> tuple[Row, ...]:
+    """The SwiGLU of a dense layer; `row`: bytes of a column of its activations."""
+    model, t = setup.config.model, setup.mesh.tp
+    return (
+        ("normed input of the MLP", "w sbh / g", row * model.hidden / g, SOME),
+        ("gate and up", "2w sbf / t", 2 * row * model.ffn / t, SOME),
+        ("SwiGLU product", "w sbf / t", row * model.ffn / t, SOME),
+    )
+
+
+def _experts(setup: Setup, tokens: Fraction) -> tuple[Row, ...]:
+    """A router, and the SwiGLUs of its experts on k rows for each token (fewer with a capacity below 1), used alike."""
+    model, row = setup.config.model, setup.width * setup.expert_rows
+    rows, inner = row * model.hidden, row * model.ffn / setup.mesh.tp
+    exact = max(4, setup.width)  # of scores and weights
+    choice = exact + 8 * (4 if setup.mesh.ep > 1 else 3)  # its weight, its number, its way there and back
+    return (
+        ("normed input of the router", "w sbh / r", setup.width * tokens * model.hidden / setup.sp, SOME),
+        ("scores of the experts", "4 sbE / r", exact * tokens * model.experts / setup.sp, SOME),
+        ("choices, weights and ways", f"{choice} sbk", choice * tokens * model.experts_per_token, SOME),
+        ("rows of the experts", "w sbkh", rows, SOME),
+        ("gate and up", "2w sbkf / t", 2 * inner, SOME),
+        ("SwiGLU product", "w sbkf / t", inner, SOME),
+        ("what the experts made", "w sbkh", rows, SOME),
+    )
+
+
 def layer_bytes(setup: Setup) -> Fraction:
     """Activations of one layer and micro-batch on one rank."""
-    return sum((item.nbytes for item in saved_tensors(setup) if setup.options.recompute in item.kept_when), start=Fraction(0))
+    return _kept(setup, setup.options.recompute)
 
 
 def working_bytes(setup: Setup) -> Fraction:
     """Recompute rebuilds one layer at a time: the part of a layer that is not kept, once."""
-    return sum(
-        (item.nbytes for item in saved_tensors(setup) if setup.options.recompute not in item.kept_when), start=Fraction(0)
-    )
+    return _kept(setup, "none") - _kept(setup, setup.options.recompute)
+
+
+def _kept(setup: Setup, policy: Recompute) -> Fraction:
+    known: dict[Recompute, Fraction] = setup.memo.setdefault("kept", {})
+    if policy not in known:
+        known[policy] = sum((item.nbytes for item in saved_tensors(setup) if policy in item.kept_when), start=Fraction(0))
+    return known[policy]
 
 
 def head_bytes(setup: Setup) -> Fraction:

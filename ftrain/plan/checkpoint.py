@@ -43,9 +43,15 @@ class Costs:
     """Time left before the job is ended; 0: not asked."""
 
 
+def stored(setup: Setup) -> int:
+    """Bytes a parameter in a checkpoint: the weights may be left out (checkpoint.weights), the masters are rounded then."""
+    return STORED if setup.config.checkpoint.weights else STORED - state.WEIGHT
+
+
 def rank_bytes(setup: Setup) -> Fraction:
     """What the busiest rank writes: its ZeRO-1 share, weights rounded from its masters."""
-    return Fraction(STORED * largest(setup).total, setup.mesh.shards)
+    own = largest(setup)
+    return stored(setup) * Fraction(own.common + own.experts * setup.mesh.ep, setup.mesh.shards)
 
 
 def stall_s(setup: Setup, costs: Costs) -> float:
@@ -83,14 +89,16 @@ def answer(setup: Setup, costs: Costs) -> Answer:
 
 
 def _size(setup: Setup) -> Section:
-    n = setup.num_params
+    n, each = setup.num_params, stored(setup)
+    parts, formula = ("weight 2, master 4, moments 8", "2 + 4 + 8") if each == STORED else ("master 4, moments 8", "4 + 8")
     return Section(
         title="Size",
         figures=(
-            number("stored_bytes_per_param", "bytes a parameter (weight 2, master 4, moments 8; no gradient)", value=STORED,
-                   unit="B", why=why("2 + 4 + 8", DOC_A)),
-            nbytes("size", "one checkpoint", value=STORED * n, why=why("N x 14 B, once, whatever the layout", DOC_A, N=n)),
-            nbytes("size_limit", "with padding and checksums, at most", value=Fraction(STORED * n * 101, 100), digits=2,
+            number("stored_bytes_per_param", f"bytes a parameter ({parts}; no gradient)", value=each, unit="B",
+                   why=why(formula, DOC_A)),
+            nbytes("size", "one checkpoint", value=each * n,
+                   why=why(f"N x {each} B, once, whatever the layout", DOC_A, N=n)),
+            nbytes("size_limit", "with padding and checksums, at most", value=Fraction(each * n * 101, 100), digits=2,
                    why=why("+ 1 %", "architecture 1.1")),
         ),
         notes=(f"not times the {setup.mesh.dp} replicas: sharding changes who writes, not how much",),
@@ -98,7 +106,7 @@ def _size(setup: Setup) -> Section:
 
 
 def _writing(setup: Setup, costs: Costs) -> Section:
-    largest, world, whole = rank_bytes(setup), setup.mesh.world, STORED * setup.num_params
+    largest, world, whole = rank_bytes(setup), setup.mesh.world, stored(setup) * setup.num_params
     requests = world * -(-int(largest) // PART_BYTES) + 3
     upload = _upload_s(setup, costs)
     limit = "the store's bandwidth" if costs.store_gb_s else "one network card"
@@ -107,7 +115,8 @@ def _writing(setup: Setup, costs: Costs) -> Section:
         figures=(
             number("writers", "writers, one pack each", value=world, why=why("every rank writes its optimizer shard", DOC_B)),
             nbytes("rank_bytes", "written by the busiest rank (Llama 3 reports 1 MB to 4 GB)", value=largest, digits=2,
-                   why=why("14 B x parameters of its stage / (DP x CP)", DOC_B, shards=setup.mesh.shards)),
+                   why=why(f"{stored(setup)} B x parameters of its stage / (DP x CP), those of experts / (DP x CP / EP)", DOC_B,
+                           shards=setup.mesh.shards, ep=setup.mesh.ep)),
             number("objects", "objects: packs, manifest, view, commit", value=world + 3,
                    why=why("ranks + 3", "architecture 1.2")),
             number("requests", "write requests", value=requests,
@@ -124,7 +133,7 @@ def _writing(setup: Setup, costs: Costs) -> Section:
 
 def _upload_s(setup: Setup, costs: Costs) -> float:
     alone = float(rank_bytes(setup)) / (setup.profile.nic_gb_s * 1e9)
-    shared = STORED * setup.num_params / (costs.store_gb_s * 1e9) if costs.store_gb_s else 0.0
+    shared = stored(setup) * setup.num_params / (costs.store_gb_s * 1e9) if costs.store_gb_s else 0.0
     return max(alone, shared)
 
 
@@ -163,7 +172,7 @@ def _interval(setup: Setup, costs: Costs) -> Section:
     mtbf, stall = mtbf_s(setup, costs), stall_s(setup, costs)
     young, reach = interval.young(stall, mtbf), best(setup, costs)
     slower = max(young, _upload_s(setup, costs))
-    needed = STORED * setup.num_params / young / 1e9
+    needed = stored(setup) * setup.num_params / young / 1e9
     return Section(
         title="Interval",
         figures=(

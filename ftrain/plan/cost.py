@@ -13,9 +13,10 @@ from ftrain.plan.setup import Setup
 
 
 def layer_flops(setup: Setup) -> int:
-    """Forward and backward of one layer for one token, without the attention core: 6 per matrix parameter."""
+    """Forward and backward of one layer for one token, without the attention core: 6 per matrix parameter that computes it."""
     model = setup.config.model
-    return 6 * model.hidden * (2 * setup.queries + 2 * setup.keys + 3 * model.ffn)
+    used = min(model.experts, model.experts_per_token) if model.experts else 1
+    return 6 * model.hidden * (2 * setup.queries + 2 * setup.keys + 3 * used * model.ffn + model.experts)
 
 
 def attention_flops(setup: Setup, *, causal: bool = True) -> int:

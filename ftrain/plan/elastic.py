@@ -85,8 +85,8 @@ def _illegal(config: Config) -> bool:
 
 
 def _cut(config: Config, *, tp: int, pp: int, ranks: int) -> Config:
-    """The same training under another cut. What only fits the present number of stages is left to its default, and FSDP, whose
-    replicas must have equal shares, makes way for ZeRO-1 where they cannot: the same function, the same arrays.
+    """The same training under another cut. What only fits the present number of stages is left to its default; FSDP and experts
+    that are shared out, whose replicas must have equal shares, make way where they cannot: the same function, the same arrays.
     """
     parallel = config.parallel
     same = pp == parallel.pp
@@ -98,6 +98,7 @@ def _cut(config: Config, *, tp: int, pp: int, ranks: int) -> Config:
         schedule=parallel.schedule if pp > 1 else "1f1b",
         virtual_stages=parallel.virtual_stages if pp > 1 else 1,
         layer_counts=parallel.layer_counts if same else (),
+        ep=_ep(config, ranks // (tp * pp)),
         tp_overlap=parallel.tp_overlap and tp > 1,
     )
     changed = structs.replace(config, parallel=other)
@@ -106,7 +107,14 @@ def _cut(config: Config, *, tp: int, pp: int, ranks: int) -> Config:
         changed = structs.replace(config, parallel=plain)
     if changed.parallel.sharding != "zero1" and _illegal(changed):
         return _cut(_with_zero1(config), tp=tp, pp=pp, ranks=ranks)
+    if changed.parallel.ep > 1 and _illegal(changed):
+        return structs.replace(changed, parallel=structs.replace(changed.parallel, ep=1))
     return changed
+
+
+def _ep(config: Config, replicas: int) -> int:
+    """The largest number of ranks, at most as many as now, that share out the experts evenly."""
+    return max(n for n in range(1, config.parallel.ep + 1) if config.model.experts % n == 0 and replicas % n == 0)
 
 
 def _with_zero1(config: Config) -> Config:

@@ -6,11 +6,14 @@ arithmetic, asked before it starts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from ftrain.config import Axis
 from ftrain.parallel.partition import microbatches
-from ftrain.parallel.shape import AXES, Coordinate
+from ftrain.parallel.shape import AXES, SHARD_AXES, Coordinate
+from ftrain.plan.checkpoint import stored
 from ftrain.plan.figure import Answer, Section, Table, Value, number, said, size, why
-from ftrain.plan.placement import key, path, place
+from ftrain.plan.placement import Path, key, path, place
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.ramp import global_batch_at, position
 
@@ -82,10 +85,8 @@ def _groups(setup: Setup, rank: int) -> Section:
     for name, axes, what in GROUPS:
         members = mesh.group(rank, axes)
         if len(members) > 1 and not (name == "DP x CP" and mesh.cp == 1):
-            way = path(mesh, axes, links)
-            others = [member for member in members if member != rank]
-            shown = " ".join(str(other) for other in others[:SHOWN]) + (" ..." if len(others) > SHOWN else "")
-            rows.append((name, len(others), shown, f"{way.link}, {way.gb_s:.4g} GB/s", what))
+            rows.append(_group(name, members, rank, path(mesh, axes, links), what))
+    rows += _expert_groups(setup, rank)
     before, after = _neighbours(setup, rank)
     return Section(
         title="Whom it talks to",
@@ -98,6 +99,24 @@ def _groups(setup: Setup, rank: int) -> Section:
         tables=(Table(key="peers", title="Groups", columns=("group", "others", "ranks", "slowest link", "what moves"),
                       rows=tuple(rows), source="ftrain.parallel.shape"),),
     )  # fmt: skip
+
+
+def _group(name: str, members: Sequence[int], rank: int, way: Path, what: str) -> tuple[Value, ...]:
+    others = [member for member in members if member != rank]
+    shown = " ".join(str(other) for other in others[:SHOWN]) + (" ..." if len(others) > SHOWN else "")
+    return (name, len(others), shown, f"{way.link}, {way.gb_s:.4g} GB/s", what)
+
+
+def _expert_groups(setup: Setup, rank: int) -> Iterator[tuple[Value, ...]]:
+    """With whom it shares out the experts, and who has the same ones: parts of DP x CP."""
+    mesh, links = setup.mesh, key(setup.profile)
+    parts = (
+        ("EP", mesh.expert_group(rank), {"run": mesh.ep}, "tokens to their experts and back, forward and backward"),
+        ("DP x CP / EP", mesh.expert_replicas(rank), {"step": mesh.ep}, "optimizer shards of its experts"),
+    )
+    for name, members, part, what in parts if mesh.ep > 1 else ():
+        if len(members) > 1:
+            yield _group(name, members, rank, path(mesh, SHARD_AXES, links, **part), what)
 
 
 def _neighbours(setup: Setup, rank: int) -> tuple[str, str]:
@@ -129,7 +148,8 @@ def _holds(setup: Setup, rank: int) -> Section:
         f"{stage.start} to {stage.stop - 1}" for index, stage in enumerate(setup.stages) if index in setup.stages_of(here.pp)
     ]
     rows = tuple(
-        (name, str(list(box.offset)), str(list(box.shape)), size(14 * box.size, digits=2)) for name, box in owned[:SHOWN]
+        (name, str(list(box.offset)), str(list(box.shape)), size(stored(setup) * box.size, digits=2))
+        for name, box in owned[:SHOWN]
     )
     return Section(
         title="What it holds",

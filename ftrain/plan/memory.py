@@ -7,8 +7,9 @@ exist once per TP rank, and the first stages hold the most activations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from ftrain.parallel.schedule import rank_of
 from ftrain.parallel.shape import SHARD_AXES
@@ -35,9 +36,9 @@ NOT_INCLUDED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Predicted bytes of the most loaded rank of one pipeline rank."""
+    """Predicted bytes of the most loaded rank of one pipeline rank. (Sums are kept, hence no slots.)"""
 
     pp: int
     layers: int
@@ -53,12 +54,12 @@ class RankMemory:
     buffers: Fraction
     """What an action needs while it runs."""
 
-    @property
+    @cached_property
     def state(self) -> Fraction:
         """What stays from step to step."""
         return self.weights + self.gradients + self.master + self.moments + self.alignment
 
-    @property
+    @cached_property
     def total(self) -> Fraction:
         """All that is predicted."""
         return self.state + self.activations + self.buffers
@@ -74,8 +75,8 @@ def all_ranks(setup: Setup, *, only: tuple[int, ...] = (), aligned: bool = True)
     found, head_rank, held = [], _head_rank(setup), in_flight(setup)
     for pp in only or range(setup.mesh.pp):
         own = shard(setup, pp)
-        updated = own.total - (own.head if setup.config.model.tied else 0)  # at the other end of a tied embedding
-        padding = alignment(setup, pp) if aligned else 0
+        updated = own.common - (own.head if setup.config.model.tied else 0)  # at the other end of a tied embedding
+        updated += own.experts * setup.mesh.ep  # shared by so many ranks fewer
         found.append(
             RankMemory(
                 pp=pp,
@@ -85,12 +86,19 @@ def all_ranks(setup: Setup, *, only: tuple[int, ...] = (), aligned: bool = True)
                 gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
                 master=Fraction(state.MASTER * updated, split["master"]),
                 moments=Fraction(state.MOMENTS * updated, split["moments"]),
-                alignment=padding * state.bytes_per_param(split),
+                alignment=_alignment(setup, pp) if aligned else Fraction(0),
                 activations=held[pp] * own.layers * stage_layer + (head if pp == head_rank else 0),
                 buffers=buffers + _gathered(setup, own) + (logits_bytes(setup) if pp == head_rank else 0),
             )
         )
     return tuple(found)
+
+
+def _alignment(setup: Setup, pp: int) -> Fraction:
+    """Padding of the buffers, at the bytes per parameter of what lies in them."""
+    common, experts = (state.bytes_per_param(split(setup)) for split in (state.shares, state.expert_shares))
+    found = alignment(setup, pp)
+    return sum((count * (common if sharers == 1 else experts) for sharers, count in found.items()), start=Fraction(0))
 
 
 def heaviest_ranks(setup: Setup) -> tuple[RankMemory, ...]:
@@ -105,8 +113,10 @@ def _head_rank(setup: Setup) -> int:
 
 
 def buffer_bytes(setup: Setup) -> Fraction:
-    """Communication buffers: two whole activations for TP, other ranks' keys and values for CP, and the messages of PP."""
-    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + exchange_bytes(setup) + link_bytes(setup)
+    """Communication buffers: two whole activations for TP, other ranks' keys and values for CP, rows to experts of other ranks
+    as they go and as they come for EP, and the messages of PP."""
+    rows = 2 * setup.width * setup.expert_rows * setup.config.model.hidden if setup.mesh.ep > 1 else 0
+    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + exchange_bytes(setup) + rows + link_bytes(setup)
 
 
 def exchange_bytes(setup: Setup) -> Fraction:
@@ -160,7 +170,7 @@ def _advice(setup: Setup, worst: RankMemory) -> str:
     """What to change: recompute if that is enough, else a cut of the larger part."""
     policies: tuple[Recompute, ...] = ("selective", "full")
     for policy in policies:
-        tried = replace(setup, options=replace(setup.options, recompute=policy))
+        tried = setup.with_recompute(policy)
         peak = max(rank.total for rank in all_ranks(tried))
         if peak <= setup.profile.memory_bytes and policy != setup.options.recompute:
             return f"With --recompute {policy} it needs {size(peak, digits=1)}, which fits"
@@ -237,7 +247,8 @@ def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
         parts = (*records, rank.activations, rank.buffers, rank.total)
         left = setup.profile.memory_bytes - rank.total
         rows.append((rank.pp, rank.layers, f"{rank.params:,}", *(size(part, digits=2) for part in parts), size(left, digits=2)))
-    d = setup.mesh.shards
+    d, ep, experts = setup.mesh.shards, setup.mesh.ep, setup.config.model.experts > 0
+    of_experts = f", of experts / (DP x CP / EP = {d // ep})" if ep > 1 else ""
     return Table(
         key="stages",
         title="Per pipeline rank",
@@ -247,15 +258,15 @@ def _stage_table(setup: Setup, ranks: tuple[RankMemory, ...]) -> Table:
         ),
         rows=tuple(rows),
         formulas={
-            "params": "layers x matrices / tp + norms + embedding (first) + head (last)",
+            "params": "layers x matrices / tp + norms + embedding (first) + head (last)" + experts * ", experts / (tp x ep)",
             "weights": "2 B x params",
             "grads": "4 B x params",
-            "master": f"4 B x params / (DP x CP = {d})",
-            "adam": f"8 B x params / (DP x CP = {d})",
+            "master": f"4 B x params / (DP x CP = {d})" + of_experts,
+            "adam": f"8 B x params / (DP x CP = {d})" + of_experts,
             "alignment": "padding of the buckets, at the bytes per parameter of the rest",
             "activations": "held micro-batches (from the schedule) x layers x bytes of a layer + end of the model on the last",
-            "buffers": "2w sbh for TP, (p + 2) w sbh / r for PP, keys and values under way for CP, what recompute makes "
-            "again, fp32 logits where w < 4",
+            "buffers": "2w sbh for TP, (p + 2) w sbh / r for PP, keys and values under way for CP, 2w sbkh for EP, what "
+            "recompute makes again, fp32 logits where w < 4",
         },
         source=MEGATRON_MEMORY,
     )

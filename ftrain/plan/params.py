@@ -19,29 +19,43 @@ class Shard:
     layers: int
     """Decoder layers, over all of its virtual stages."""
     matrices: int
-    """Parameters of the layers' matrices."""
+    """Parameters of the layers' matrices, without those of experts."""
     norms: int
-    """Replicated on every TP rank."""
+    """Norms and routers: replicated on every TP rank."""
     embedding: int
     head: int
+    experts: int = 0
+    """Parameters of this rank's experts, which fewer ranks share than the rest."""
 
     @property
     def total(self) -> int:
         """All parameters of the rank."""
-        return self.matrices + self.norms + self.embedding + self.head
+        return self.matrices + self.norms + self.embedding + self.head + self.experts
+
+    @property
+    def common(self) -> int:
+        """Parameters that all ranks of DP x CP hold alike."""
+        return self.total - self.experts
 
 
 def layer_matrices(setup: Setup) -> int:
-    """Matrix parameters of one layer on one TP rank: q, k, v, o, gate, up, down."""
+    """Matrix parameters of one layer on one TP rank: q, k, v, o, and gate, up, down where there are no experts."""
     model, tp = setup.config.model, setup.mesh.tp
     attention = model.hidden * (2 * setup.queries // tp + 2 * setup.local_keys)
-    return attention + 3 * model.hidden * model.ffn // tp
+    return attention + (0 if model.experts else 3 * model.hidden * model.ffn // tp)
+
+
+def layer_experts(setup: Setup) -> int:
+    """Parameters of the experts of one layer on one TP rank: gate, up and down of its share of them."""
+    model, mesh = setup.config.model, setup.mesh
+    return model.experts // setup.mesh.ep * 3 * model.hidden * model.ffn // mesh.tp
 
 
 def norm_params(setup: Setup) -> int:
-    """Norm parameters of one layer: two of the residual stream, two of a head's queries and keys if there are any."""
+    """Parameters of one layer that TP does not cut: two norms of the residual stream, two of a head's queries and keys if there
+    are any, and the router."""
     model = setup.config.model
-    return 2 * model.hidden + (2 * head_dim(setup.config) if model.qk_norm else 0)
+    return (2 + model.experts) * model.hidden + (2 * head_dim(setup.config) if model.qk_norm else 0)
 
 
 def vocabulary_rows(setup: Setup) -> int:
@@ -73,9 +87,17 @@ def largest(setup: Setup) -> Shard:
 
 def shard(setup: Setup, rank: int) -> Shard:
     """What a pipeline rank holds, on the TP rank that holds most."""
+    known: dict[int, Shard] = setup.staged.setdefault("shards", {})
+    if rank not in known:
+        known[rank] = _shard(setup, rank)
+    return known[rank]
+
+
+def _shard(setup: Setup, rank: int) -> Shard:
     if "sizes" not in setup.memo:
-        setup.memo["sizes"] = (layer_matrices(setup), vocabulary_rows(setup) * setup.config.model.hidden)
-    matrices, rows = setup.memo["sizes"]
+        rows = vocabulary_rows(setup) * setup.config.model.hidden
+        setup.memo["sizes"] = (layer_matrices(setup), layer_experts(setup), rows)
+    matrices, experts, rows = setup.memo["sizes"]
     model, mesh = setup.config.model, setup.mesh
     stages = setup.stages_of(rank)
     layers = sum(len(setup.stages[stage]) for stage in stages)
@@ -86,32 +108,36 @@ def shard(setup: Setup, rank: int) -> Shard:
         norms=layers * norm_params(setup) + (model.hidden if last else 0),
         embedding=rows if first else 0,
         head=rows if last and not (model.tied and first) else 0,
+        experts=layers * experts,
     )
 
 
-def alignment(setup: Setup, rank: int) -> int:
-    """Elements of a pipeline rank's buffers that belong to no parameter: its buckets, planned as the engine plans them."""
+def alignment(setup: Setup, rank: int) -> dict[int, int]:
+    """Elements of a pipeline rank's buffers that belong to no parameter, by how many ranks of DP x CP have others (experts; 1:
+    all have the same): its buckets, planned as the engine plans them."""
     from ftrain.parallel.buckets import plan_buckets
     from ftrain.parallel.layout import parameters
     from ftrain.parallel.shape import Coordinate
 
     if setup.options.sharding != "zero1":
-        return 0
-    if "specs" not in setup.memo:
+        return {}
+    if "specs" not in setup.staged:
         counts = tuple(len(layers) for layers in setup.stages)
-        setup.memo["specs"] = parameters(setup.config.model, setup.mesh, layer_counts=counts, placement=setup.placement)
+        setup.staged["specs"] = parameters(setup.config.model, setup.mesh, layer_counts=counts, placement=setup.placement)
     stages = setup.stages_of(rank)
     alike = (*(len(setup.stages[stage]) for stage in stages), 0 in stages, len(setup.stages) - 1 in stages)
-    paddings = setup.memo.setdefault("alignment", {})
+    paddings = setup.staged.setdefault("alignment", {})
     if alike not in paddings:  # most pipeline ranks are like another one
         bucket_bytes = setup.config.parallel.bucket_mib * 2**20
-        buckets = plan_buckets(setup.memo["specs"], setup.mesh, Coordinate(pp=rank), bucket_bytes=bucket_bytes)
-        paddings[alike] = sum(bucket.padding for bucket in buckets)
-    return int(paddings[alike])
+        buckets = plan_buckets(setup.staged["specs"], setup.mesh, Coordinate(pp=rank), bucket_bytes=bucket_bytes)
+        paddings[alike] = {n: sum(b.padding for b in buckets if b.sharers == n) for n in {b.sharers for b in buckets}}
+    found: dict[int, int] = paddings[alike]
+    return found
 
 
 def replicated(setup: Setup) -> int:
-    """Extra copies of parameters that TP ranks hold more than once (norms; key and value heads where tp exceeds them)."""
+    """Extra copies of parameters that TP ranks hold more than once (norms, routers; key and value heads where tp exceeds
+    them)."""
     model, tp = setup.config.model, setup.mesh.tp
     norms = (tp - 1) * (model.layers * norm_params(setup) + model.hidden)
     copies = max(0, tp - kv_heads(setup.config)) * head_dim(setup.config) * 2 * model.hidden * model.layers

@@ -32,14 +32,15 @@ class Path:
 
 
 @lru_cache(maxsize=512)
-def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey) -> Path:
-    """The slowest link of the groups along `axes`, over all of them."""
-    if not crossing_share(mesh, axes, profile_key.server_gpus):
+def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey, *, run: int = 0, step: int = 1) -> Path:
+    """The slowest link of the groups along `axes`, over all of them. `run`: of the parts of so many neighbours of a group;
+    `step`: of those of every so manieth member."""
+    if not crossing_share(mesh, axes, profile_key.server_gpus, run=run, step=step):
         link = profile_key.link_gb_s
         return Path(link=profile_key.link_name, gb_s=link, crowded_gb_s=link, crosses_servers=False)
     name, rate, crowded = "network", profile_key.nic_gb_s, profile_key.nic_gb_s
     for tier, inner in zip(profile_key.tiers, profile_key.units, strict=True):
-        share = crossing_share(mesh, axes, inner)
+        share = crossing_share(mesh, axes, inner, run=run, step=step)
         if not share:
             break
         name, over = tier
@@ -48,33 +49,37 @@ def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey) -> Pa
     return Path(link=name, gb_s=rate, crowded_gb_s=crowded, crosses_servers=True)
 
 
-def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int) -> float:
+def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int, *, run: int = 0, step: int = 1) -> float:
     """The share of a unit's ranks whose next ring member lies in another unit, in the unit where it is largest.
 
     Units are runs of `unit` ranks. One axis whose stride and span fit the units has a closed form; anything else is counted.
+    `run` and `step`: of parts of the groups, as `path` has them.
     """
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes:
         return 0.0
     if len(axes) == 1:
         stride = prod(mesh.size(axis) for axis in mesh.order[: mesh.order.index(axes[0])])
-        span = stride * mesh.size(axes[0])
+        span = stride * (run or mesh.size(axes[0]))
+        stride *= step
+        if stride >= span:
+            return 0.0
         if unit % span == 0:
             return 0.0
         if (span % unit == 0 or span == mesh.world) and (unit % stride == 0 or stride % unit == 0):
             return min(1.0, stride / unit)
-    crossing = Counter(a // unit for a, b in ring_hops(mesh, axes) if a // unit != b // unit)
+    crossing = Counter(a // unit for a, b in ring_hops(mesh, axes, run=run, step=step) if a // unit != b // unit)
     return max(crossing.values(), default=0) / unit
 
 
-def ring_hops(mesh: MeshShape, axes: tuple[Axis, ...]) -> tuple[tuple[int, int], ...]:
+def ring_hops(mesh: MeshShape, axes: tuple[Axis, ...], *, run: int = 0, step: int = 1) -> tuple[tuple[int, int], ...]:
     """(sender, receiver) of every hop of every ring along `axes`, each ring in rank order."""
-    members = mesh.group(0, axes)
+    group = mesh.group(0, axes)
     starts = mesh.group(0, tuple(axis for axis in AXES if axis not in axes))
-    if len(members) == 1:
-        return ()
-    steps = list(zip(members, (*members[1:], members[0]), strict=True))
-    return tuple((start + a, start + b) for start in starts for a, b in steps)
+    runs = [group[first : first + (run or len(group))] for first in range(0, len(group), run or len(group))]
+    rings = [members[first::step] for members in runs for first in range(step)]
+    hops = [hop for ring in rings if len(ring) > 1 for hop in zip(ring, (*ring[1:], ring[0]), strict=True)]
+    return tuple((start + a, start + b) for start in starts for a, b in hops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from msgspec import structs
 
@@ -51,7 +52,8 @@ class Found:
 
 
 def search(setup: Setup) -> Found:
-    """Every legal layout of the setup's ranks: tp within a server, any pp, the config's cp, micro-batches of 1, 2 or 4."""
+    """Every legal layout of the setup's ranks: tp within a server, any pp, the config's cp, micro-batches of 1, 2 or 4; with
+    experts also any ep."""
     dropped: Counter[str] = Counter()
     fitting: list[Candidate] = []
     tried = 0
@@ -72,18 +74,24 @@ def _layouts(setup: Setup) -> Iterator[Setup]:
     world, gpus, cp = setup.config.parallel.ranks, setup.profile.server.gpus, setup.config.parallel.cp
     for tp in _divisors(gpus):
         for pp in [n for n in _divisors(world // (tp * cp)) if world % (tp * cp) == 0 and n <= setup.config.model.layers]:
-            for micro in (1, 2, 4):
-                config = _with(setup.config, tp=tp, pp=pp, micro=micro)
+            for micro, ep in product((1, 2, 4), _expert_cuts(setup.config, world // (tp * pp))):
+                config = _with(setup.config, tp=tp, pp=pp, micro=micro, ep=ep)
+                cut = replace(setup, config=config)
                 for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)) if pp > 1 else (("1f1b", 1),):
-                    yield replace(setup, config=config, options=replace(setup.options, schedule=schedule, chunks=chunks))
+                    yield cut.with_schedule(schedule, chunks)
+
+
+def _expert_cuts(config: Config, replicas: int) -> list[int]:
+    """Sizes of ep that share out the experts evenly among so many ranks of DP x CP; only 1 for a dense model."""
+    return [ep for ep in _divisors(config.model.experts) if replicas % ep == 0] or [1]
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0] if n < 1024 else [d for d in range(1, 513) if n % d == 0]
 
 
-def _with(config: Config, *, tp: int, pp: int, micro: int) -> Config:
-    parallel = structs.replace(config.parallel, tp=tp, pp=pp, schedule="1f1b", virtual_stages=1, layer_counts=())
+def _with(config: Config, *, tp: int, pp: int, micro: int, ep: int = 1) -> Config:
+    parallel = structs.replace(config.parallel, tp=tp, pp=pp, ep=ep, schedule="1f1b", virtual_stages=1, layer_counts=())
     return structs.replace(config, parallel=parallel, batch=structs.replace(config.batch, micro_batch=micro))
 
 
@@ -102,13 +110,13 @@ def _illegal(setup: Setup) -> str:
 def _fit(setup: Setup) -> Candidate | None:
     """The layout with the least recompute that fits, or None."""
     for policy in RECOMPUTES:
-        tried = replace(setup, options=replace(setup.options, recompute=policy))
-        ranks = memory.heaviest_ranks(tried)
+        setup = setup.with_recompute(policy)
+        ranks = memory.heaviest_ranks(setup)
         peak = max(rank.total for rank in ranks)
+        if peak <= setup.profile.memory_bytes:
+            return Candidate(setup, clock.step(setup, exact=False), float(peak))
         if max(rank.state for rank in ranks) > setup.profile.memory_bytes:
             return None
-        if peak <= setup.profile.memory_bytes:
-            return Candidate(tried, clock.step(tried, exact=False), float(peak))
     return None
 
 
@@ -119,6 +127,7 @@ def sentence(candidate: Candidate) -> str:
         "waiting in the pipeline": part.bubble,
         "tensor parallel exchange": part.tp,
         "context parallel exchange": part.cp,
+        "sending tokens to experts": part.ep,
         "hand-offs between stages": part.pp,
         "gradient and weight exchange": part.dp,
         "recompute": part.recompute,
@@ -132,12 +141,16 @@ def sentence(candidate: Candidate) -> str:
 
 def answer(setup: Setup, *, top: int = 10) -> Answer:
     """The whole answer."""
-    found = search(setup)
+    found, experts = search(setup), setup.config.model.experts > 0
     rows = tuple(_row(candidate) for candidate in found.fitting[:top])
     table = Table(
         key="layouts",
         title="Fastest first",
-        columns=("tp", "cp", "pp", "dp", "micro", "schedule", "recompute", "peak", "step", "tokens/s", "why"),
+        columns=(
+            *("tp", "cp", "pp", "dp"),
+            *(("ep",) if experts else ()),
+            *("micro", "schedule", "recompute", "peak", "step", "tokens/s", "why"),
+        ),
         rows=rows,
         formulas={"step": "ftrain plan time", "peak": "ftrain plan memory", "tokens/s": "tokens per update / step"},
         source="ftrain.plan.search",
@@ -155,17 +168,20 @@ def answer(setup: Setup, *, top: int = 10) -> Answer:
     return Answer(
         command="search",
         title=f"Layouts of {setup.config.parallel.ranks:,} ranks on {setup.profile.title}",
-        sections=(_counts(found), Section(title="Ranking", tables=(table, drops), notes=_asked(setup, found))),
+        sections=(
+            _counts(found, experts=experts),
+            Section(title="Ranking", tables=(table, drops), notes=_asked(setup, found)),
+        ),
         refusals=refused,
     )
 
 
-def _counts(found: Found) -> Section:
+def _counts(found: Found, *, experts: bool) -> Section:
     legal = found.tried - sum(n for reason, n in found.dropped.items() if not reason.startswith("does not fit"))
     return Section(
         title="Legality, then fit, then throughput",
         figures=(
-            number("tried", "combinations of tp, pp, micro-batch and schedule", value=found.tried,
+            number("tried", f"combinations of tp, pp, {'ep, ' * experts}micro-batch and schedule", value=found.tried,
                    why=why("enumerated", "ftrain.plan.search")),
             number("legal", "legal", value=legal,
                    why=why("the loader's checks, and TP within a server", "ftrain.combinations")),
@@ -181,7 +197,8 @@ def _row(candidate: Candidate) -> tuple[Value, ...]:
     setup, mesh = candidate.setup, candidate.setup.mesh
     options, micro = setup.options, setup.config.batch.micro_batch
     name = options.schedule if mesh.pp > 1 else "-"
-    what = (mesh.tp, mesh.cp, mesh.pp, mesh.dp, micro, name, options.recompute)
+    experts = (setup.mesh.ep,) if setup.config.model.experts else ()
+    what = (mesh.tp, mesh.cp, mesh.pp, mesh.dp, *experts, micro, name, options.recompute)
     speed = (size(candidate.peak, digits=1), seconds(candidate.step.total), f"{candidate.tokens_per_s:,.0f}")
     return (*what, *speed, sentence(candidate))
 
@@ -202,7 +219,8 @@ def sweep(setup: Setup) -> Answer:
     rows: list[tuple[Value, ...]] = []
     world = setup.config.parallel.ranks // (setup.mesh.tp * setup.mesh.cp)
     for pp in [n for n in _divisors(world) if n <= setup.config.model.layers]:
-        tried = replace(setup, config=_with(setup.config, tp=setup.mesh.tp, pp=pp, micro=setup.config.batch.micro_batch))
+        micro, ep = setup.config.batch.micro_batch, setup.mesh.ep
+        tried = replace(setup, config=_with(setup.config, tp=setup.mesh.tp, pp=pp, micro=micro, ep=ep))
         reason = _illegal(tried)
         if not reason:
             rows.append(_sweep_row(tried))

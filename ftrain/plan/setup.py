@@ -7,7 +7,7 @@ replacing one field; the search does that some hundred times in a fraction of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -82,7 +82,22 @@ class Setup:
     profile: Profile
     options: Options
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """For functions of a setup that are asked many times."""
+    """What other modules work out once of the config alone, whatever the options."""
+    staged: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The same of the stages that the schedule makes, whatever recompute is."""
+
+    def with_recompute(self, policy: Recompute) -> Setup:
+        """The same under another policy. Nothing that has been worked out depends on it."""
+        return self._with("options", recompute=policy)
+
+    def with_schedule(self, schedule: str, chunks: int) -> Setup:
+        """The same under another schedule. Only what depends on its stages is worked out again."""
+        return self._with("options", "staged", "stages", "_held", schedule=schedule, chunks=chunks)
+
+    def _with(self, *anew: str, **changes: Any) -> Setup:
+        other = replace(self, options=replace(self.options, **changes))
+        vars(other).update({name: value for name, value in vars(self).items() if name not in anew})
+        return other
 
     @cached_property
     def mesh(self) -> MeshShape:
@@ -107,11 +122,6 @@ class Setup:
         experts = 3 * model.layers * model.experts * model.hidden * model.ffn
         return Fraction(self.num_params * experts, num_parameters(self.config))
 
-    @property
-    def ep(self) -> int:
-        """Ranks of DP x CP among which a layer's experts are shared out."""
-        return self.config.parallel.ep
-
     @cached_property
     def queries(self) -> int:
         """Width of all query heads."""
@@ -126,6 +136,14 @@ class Setup:
     def local_keys(self) -> int:
         """Key width a TP rank holds: where tp exceeds the kv heads, they are replicated."""
         return max(1, kv_heads(self.config) // self.mesh.tp) * head_dim(self.config)
+
+    @cached_property
+    def expert_rows(self) -> Fraction:
+        """Rows of a micro-batch that a rank sends to a layer's experts, and gets from others where all are used alike: each
+        token as often as it has experts, less what exceeds their capacity."""
+        model, tokens = self.config.model, self.config.data.seq_len * self.config.batch.micro_batch
+        room = min(Fraction(1), Fraction(repr(model.capacity))) if model.capacity else 1
+        return Fraction(tokens * model.experts_per_token, self.mesh.cp) * room
 
     @property
     def tokens_per_update(self) -> int:
@@ -189,4 +207,4 @@ class Setup:
 def layout(mesh: MeshShape) -> str:
     """`TP8 x CP1 x PP16 x DP128 = 16,384`, in rank order, innermost first. EP is not a factor: it lives inside DP x CP."""
     factors = " x ".join(f"{axis.upper()}{mesh.size(axis)}" for axis in mesh.order)
-    return f"{factors} = {mesh.world:,}"
+    return f"{factors} = {mesh.world:,}" + (f" (EP{mesh.ep} inside DP x CP)" if mesh.ep > 1 else "")

@@ -3,7 +3,8 @@
 Two conventions are in use and are often mixed. ZeRO counts 16 bytes a parameter (2 weight + 2 gradient + 12 optimizer);
 accumulating gradients in fp32, as Megatron and this engine do, makes it 18. Both are printed, never one for the other.
 The optimizer is divided by DP x CP: context parallel ranks hold the same weights, so they share its records as well.
-Dividing by DP alone (Megatron's own estimator does) is the first trap of the founding rows.
+Dividing by DP alone (Megatron's own estimator does) is the first trap of the founding rows. Experts that are shared out over EP
+ranks have a denominator of their own: only DP x CP / EP ranks hold the same ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ftrain.parallel.shape import MeshShape
-from ftrain.plan.figure import Section, Table, nbytes, number, percent, said, size, why
+from ftrain.plan.figure import Figure, Section, Table, Value, nbytes, number, percent, said, size, why
 from ftrain.plan.setup import DOC_A, DOC_B, MEGATRON_MEMORY, ZERO, Setup, layout
 
 WEIGHT, GRADIENT, MASTER, MOMENTS = 2, 4, 4, 8
@@ -32,6 +33,11 @@ def shares(setup: Setup) -> dict[str, int]:
     return {"weights": inner, "gradients": inner, "master": outer, "moments": outer}
 
 
+def expert_shares(setup: Setup) -> dict[str, int]:
+    """The same for the parameters of experts: so many ranks of DP x CP have others, and share no records of these."""
+    return {kind: max(1, share // setup.mesh.ep) for kind, share in shares(setup).items()}
+
+
 def bytes_per_param(split: dict[str, int]) -> Fraction:
     """Bytes a rank keeps for each parameter of its TP x PP shard."""
     widths = {"weights": WEIGHT, "gradients": GRADIENT, "master": MASTER, "moments": MOMENTS}
@@ -47,6 +53,7 @@ def whole(setup: Setup) -> Section:
         title="The whole model",
         figures=(
             number("params", "parameters", value=n, why=why("from the model's shape, or --params", "config", N=n)),
+            *_experts(setup),
             nbytes("weights", "compute weights", value=WEIGHT * n, why=why("N x 2 B", DOC_A, N=n)),
             nbytes("state_16", "state at 16 B (ZeRO)", value=ZERO_STATE * n, why=why("N x (2 + 2 + 12) B", ZERO, N=n)),
             nbytes("state_18", "state at 18 B (fp32 gradients)", value=STATE * n, why=why("N x 18 B", MEGATRON_MEMORY, N=n)),
@@ -65,12 +72,33 @@ def whole(setup: Setup) -> Section:
     )  # fmt: skip
 
 
+def _experts(setup: Setup) -> tuple[Figure, ...]:
+    """Whose parameters they are, and how many of them a token meets."""
+    model = setup.config.model
+    if not model.experts:
+        return ()
+    return (
+        number("expert_params", "of these in experts", value=setup.expert_params, digits=0,
+               why=why("3 h f E L", "config", h=model.hidden, f=model.ffn, E=model.experts, L=model.layers)),
+        number("active_params", "parameters that compute a token", value=setup.active_params,
+               why=why("N - 3 h f (E - k) L", "Mixtral of Experts, arXiv 2401.04088", N=setup.num_params, E=model.experts,
+                       k=model.experts_per_token)),
+    )  # fmt: skip
+
+
 def per_card(setup: Setup) -> Section:
     """What one card keeps, if every cut were even and nothing were replicated."""
     n, mesh, split = setup.num_params, setup.mesh, shares(setup)
-    local, per_param = Fraction(n, mesh.tp * mesh.pp), bytes_per_param(shares(setup))
-    d = mesh.shards
-    rule = _rule(setup)
+    common, experts = _parts(setup)
+    local, per_param = common + experts, bytes_per_param(split)
+    state = common * per_param + experts * bytes_per_param(expert_shares(setup))
+    d, rule = mesh.shards, _rule(setup)
+    cut, by_rule = "N / (tp x pp)", f"N / (tp x pp) x ({rule})"
+    given: dict[str, Value] = {"N": n, "tp": mesh.tp, "pp": mesh.pp}
+    if mesh.ep > 1:
+        given |= {"E": setup.expert_params, "ep": mesh.ep}
+        cut = "((N - E) / (tp x pp) + E / (tp x pp x ep))"
+        by_rule = f"(N - E) / (tp x pp) x ({rule}) + E / (tp x pp x ep) x (6 + 12 ep/d)"
     return Section(
         title="One card, ideal even split",
         figures=(
@@ -84,20 +112,42 @@ def per_card(setup: Setup) -> Section:
                    why=why("dp x cp: context parallel ranks hold the same weights", "Megatron intra_dp_cp_group",
                            dp=mesh.dp, cp=mesh.cp)),
             number("local_params", "parameters of a card", value=local / 10**9, unit="B",
-                   why=why("N / (tp x pp)", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp)),
+                   why=why(cut, DOC_A, **given)),
             nbytes("state_unsharded", "state with nothing sharded over replicas", value=local * STATE,
-                   why=why("N / (tp x pp) x 18 B", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp)),
+                   why=why(f"{cut} x 18 B", DOC_A, **given)),
             number("bytes_per_param", f"bytes a parameter, {setup.options.sharding}", value=per_param, unit="B",
                    why=why(rule, MEGATRON_MEMORY, d=d)),
-            nbytes("state", f"state, {setup.options.sharding}", value=local * per_param,
-                   why=why(f"N / (tp x pp) x ({rule})", DOC_A, N=n, tp=mesh.tp, pp=mesh.pp, d=d)),
+            *_expert_divisor(setup),
+            nbytes("state", f"state, {setup.options.sharding}", value=state, digits=None if mesh.ep == 1 else 6,
+                   why=why(by_rule, DOC_A, **given, d=d)),
             number("zero_claim_bytes", "16 B convention, optimizer alone sharded", value=4 + Fraction(12, d), unit="B",
                    why=why("2 + 2 + 12/d", ZERO, d=d)),
             percent("zero_claim_share", "of the unsharded 16 B", value=(4 + Fraction(12, d)) / 16,
                     why=why("(4 + 12/d) / 16", ZERO, d=d)),
         ),
-        tables=(_state_table(setup, split, local),),
+        tables=_state_tables(setup),
         notes=_denominator_note(mesh),
+    )  # fmt: skip
+
+
+def _parts(setup: Setup) -> tuple[Fraction, Fraction]:
+    """A card's parameters: those that all replicas have alike, and those of its experts. Without EP all are alike."""
+    cut = setup.mesh.tp * setup.mesh.pp
+    if setup.mesh.ep == 1:
+        return Fraction(setup.num_params, cut), Fraction(0)
+    return (setup.num_params - setup.expert_params) / cut, setup.expert_params / (cut * setup.mesh.ep)
+
+
+def _expert_divisor(setup: Setup) -> tuple[Figure, ...]:
+    mesh = setup.mesh
+    if mesh.ep == 1:
+        return ()
+    same = mesh.shards // mesh.ep
+    return (
+        number("expert_divisor", "optimizer records of experts divided by DP x CP / EP", value=same,
+               why=why("dp x cp / ep: the others hold other experts", MEGATRON_MEMORY, dp=mesh.dp, cp=mesh.cp, ep=mesh.ep)),
+        number("expert_bytes_per_param", "bytes a parameter of an expert", value=6 + Fraction(12, same), unit="B",
+               why=why("6 + 12 ep/d", MEGATRON_MEMORY, d=mesh.shards, ep=mesh.ep)),
     )  # fmt: skip
 
 
@@ -107,15 +157,26 @@ def _rule(setup: Setup) -> str:
     return rules[setup.options.sharding]
 
 
-def _state_table(setup: Setup, split: dict[str, int], local: Fraction) -> Table:
+def _state_tables(setup: Setup) -> tuple[Table, ...]:
+    """Experts that are shared out have a table of their own."""
+    mesh, (common, experts) = setup.mesh, _parts(setup)
+    over = {1: "whole on each replica", mesh.shards: f"DP x CP = {mesh.dp} x {mesh.cp}"}
+    rule = "N / (tp x pp)" if mesh.ep == 1 else "(N - E) / (tp x pp)"
+    alike = _state_table("state_kinds", "Four records of a parameter", shares(setup), over, common, rule)
+    if mesh.ep == 1:
+        return (alike,)
+    over = {1: "whole, of 1 in ep experts", mesh.shards // mesh.ep: f"DP x CP / EP = {mesh.dp} x {mesh.cp} / {mesh.ep}"}
+    title, rule = "Four records of an expert's parameter", "E / (tp x pp x ep)"
+    return alike, _state_table("expert_state_kinds", title, expert_shares(setup), over, experts, rule)
+
+
+def _state_table(key: str, title: str, split: dict[str, int], over: dict[int, str], local: Fraction, rule: str) -> Table:
     kinds = (
         ("weights", "bf16", WEIGHT),
         ("gradients", "fp32", GRADIENT),
         ("master", "fp32", MASTER),
         ("moments", "2 x fp32", MOMENTS),
     )
-    mesh = setup.mesh
-    over = {1: "whole on each replica", mesh.shards: f"DP x CP = {mesh.dp} x {mesh.cp}"}
     rows = tuple(
         (
             kind,
@@ -128,11 +189,11 @@ def _state_table(setup: Setup, split: dict[str, int], local: Fraction) -> Table:
         for kind, dtype, width in kinds
     )
     return Table(
-        key="state_kinds",
-        title="Four records of a parameter",
+        key=key,
+        title=title,
         columns=("record", "stored as", "bytes a parameter", "part kept", "split over", "on a card"),
         rows=rows,
-        formulas={"on a card": "N / (tp x pp) x bytes x part"},
+        formulas={"on a card": f"{rule} x bytes x part"},
         source=DOC_A,
     )
 

@@ -20,7 +20,7 @@ from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number,
 from ftrain.plan.params import largest
 from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
-from ftrain.plan.traffic import group_path
+from ftrain.plan.traffic import group_gb_s
 from ftrain.plan.volume import volumes
 from ftrain.ramp import position, stretches
 
@@ -45,11 +45,12 @@ class Step:
     pp: float
     dp: float
     update: float
+    ep: float = 0.0
 
     @property
     def total(self) -> float:
         """The whole step."""
-        return self.compute + self.recompute + self.bubble + self.tp + self.cp + self.pp + self.dp + self.update
+        return self.compute + self.recompute + self.bubble + self.tp + self.cp + self.ep + self.pp + self.dp + self.update
 
 
 def step(setup: Setup, *, exact: bool = True) -> Step:
@@ -62,10 +63,11 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
     compute = float(cost.slowest(setup)) * setup.microbatches / rate
     recompute = compute * _recomputed(setup)
     exposed = _exposed(setup)
-    inside = compute + recompute + exposed["TP"] + exposed["CP"]
+    inside = compute + recompute + exposed["TP"] + exposed["CP"] + exposed["EP"]
     idle = float(_idle(setup, exact=exact))
-    params = largest(setup).total
-    touched = 2 * params * (state.MASTER + state.MOMENTS) / mesh.shards + params * state.GRADIENT / mesh.shards
+    own = largest(setup)
+    updated = own.common / mesh.shards + own.experts * setup.mesh.ep / mesh.shards
+    touched = updated * (2 * (state.MASTER + state.MOMENTS) + state.GRADIENT)
     return Step(
         compute=compute,
         recompute=recompute,
@@ -73,7 +75,8 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
         tp=exposed["TP"],
         cp=exposed["CP"],
         pp=exposed["PP"],
-        dp=exposed["DP x CP"],
+        ep=exposed["EP"],
+        dp=exposed["DP x CP"] + exposed["DP x CP / EP"],
         update=touched / (profile.gpu.memory_gb_s * 1e9),
     )
 
@@ -96,13 +99,12 @@ def _recomputed(setup: Setup) -> float:
 
 
 def _exposed(setup: Setup) -> dict[str, float]:
-    """Seconds of communication that nothing hides: TP, CP and PP in full, DP unless its overlap is switched on."""
-    times = dict.fromkeys(("TP", "CP", "PP", "DP x CP"), 0.0)
+    """Seconds of communication that nothing hides: TP, CP, EP and PP in full, DP unless its overlap is switched on."""
+    times = dict.fromkeys(("TP", "CP", "PP", "EP", "DP x CP", "DP x CP / EP"), 0.0)
     for volume in volumes(setup):
-        rate = group_path(setup, volume).gb_s * setup.profile.assumed.link_share * 1e9
-        times[volume.name] = float(volume.nbytes) / rate
-    if setup.options.overlap:
-        times["DP x CP"] *= 0.1
+        rate = group_gb_s(setup, volume) * setup.profile.assumed.link_share * 1e9
+        hidden = setup.options.overlap and volume.name.startswith("DP")
+        times[volume.name] = float(volume.nbytes) / rate * (0.1 if hidden else 1)
     return times
 
 
@@ -128,7 +130,7 @@ def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
     """The whole answer; `other`: the same run under another layout, laid beside it."""
     setup.require_schedule()
     tokens = round(work.tokens) or position(setup.config, setup.config.run.steps) * setup.config.data.seq_len
-    operations = work.flops or 6.0 * setup.num_params * tokens
+    operations = work.flops or 6.0 * setup.active_params * tokens
     sections = [_batch(setup), _operations(setup, tokens, operations)]
     if work.achieved_tflops:
         sections.append(_days(setup, operations, work.achieved_tflops * 1e12, work.effective))
@@ -158,7 +160,7 @@ def _double_counting(setup: Setup, claimed: int) -> tuple[str, ...]:
     )
 
 
-PARTS = ("compute", "recompute", "bubble", "tp", "cp", "pp", "dp", "update")
+PARTS = ("compute", "recompute", "bubble", "tp", "cp", "ep", "pp", "dp", "update")
 
 
 def _beside(setup: Setup, other: Setup) -> Section:
@@ -227,15 +229,21 @@ def _operations(setup: Setup, tokens: int, operations: float) -> Section:
         figures=(
             number("tokens", "tokens of the run", value=tokens, why=why("steps x tokens per update, or --tokens", "config")),
             Figure(key="flops", label="operations of the run, 6 N D", value=operations, text=f"{operations:.5g} FLOP",
-                   why=why("6 x N x D, or --flops", SIX_ND, N=setup.num_params, D=tokens)),
+                   why=why("6 x N x D, or --flops; N: the parameters that compute a token", SIX_ND, N=setup.active_params,
+                           D=tokens)),
             number("token_gflops", "model FLOPs of a token, causal attention halved", value=causal / 1e9, unit="GFLOP",
-                   digits=3, why=why("6 [L (h(2q + 2kv) + 3hf) + hV] + 6 L q s", "Megatron-LM num_floating_point_operations",
+                   digits=3, why=why(_token_formula(setup), "Megatron-LM num_floating_point_operations",
                            s=setup.config.data.seq_len)),
             number("full_attention_factor", "attention counted in full (PaLM, torchtitan) would make it", value=full / causal,
                    unit="x", digits=2,
                    why=why("12 L q s instead of 6 L q s", "PaLM, arXiv 2204.02311", s=setup.config.data.seq_len)),
         ),
     )  # fmt: skip
+
+
+def _token_formula(setup: Setup) -> str:
+    block = "3hf k + hE" if setup.config.model.experts else "3hf"
+    return f"6 [L (h(2q + 2kv) + {block}) + hV] + 6 L q s"
 
 
 def _days(setup: Setup, operations: float, achieved: float, effective: float) -> Section:
@@ -341,7 +349,7 @@ def _part_formulas(setup: Setup) -> dict[str, str]:
         "compute": "slowest rank's model FLOPs / (peak x kernel share)",
         "recompute": "1/3 of compute (full), 2 % (selective)",
         "bubble": f"idle over compute of the {setup.options.schedule} schedule x (compute + TP + CP)",
-        "tp, cp, pp": "bytes / (rate of the slowest link x link share), nothing hidden",
+        "tp, cp, ep, pp": "bytes / (rate of the slowest link x link share), nothing hidden",
         "dp": "the same; a tenth of it with --overlap",
         "update": "optimizer bytes read and written / memory bandwidth",
     }

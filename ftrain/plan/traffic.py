@@ -19,7 +19,13 @@ RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of th
 
 def group_path(setup: Setup, volume: Volume) -> Path:
     """The slowest link of a group."""
-    return path(setup.mesh, volume.axes, key(setup.profile))
+    return path(setup.mesh, volume.axes, key(setup.profile), run=volume.run, step=volume.step)
+
+
+def group_gb_s(setup: Setup, volume: Volume) -> float:
+    """What a member sends at: of a ring only neighbours cross a tier, where everyone sends to everyone all do."""
+    way = group_path(setup, volume)
+    return way.crowded_gb_s if volume.everyone else way.gb_s
 
 
 def answer(setup: Setup, *, members: int = 0, buffer_bytes: int = 0) -> Answer:
@@ -29,7 +35,7 @@ def answer(setup: Setup, *, members: int = 0, buffer_bytes: int = 0) -> Answer:
         title=f"Traffic of {layout(setup.mesh)} on {setup.profile.title}",
         sections=(_links(setup), _groups(setup), _ring(setup, members, buffer_bytes), _power(setup)),
         refusals=refusals(setup),
-        warnings=_order_warnings(setup),
+        warnings=_order_warnings(setup) + expert_warnings(setup),
     )
 
 
@@ -97,10 +103,11 @@ def _groups(setup: Setup) -> Section:
     rows: list[tuple[Value, ...]] = []
     for volume in volumes(setup):
         way = group_path(setup, volume)
-        best = float(volume.nbytes) / (way.gb_s * 1e9)
+        rate = group_gb_s(setup, volume)
+        best = float(volume.nbytes) / (rate * 1e9)
         crowded = float(volume.nbytes) / (way.crowded_gb_s * 1e9)
         sent = size(volume.nbytes, digits=2)
-        rows.append((volume.name, volume.members, sent, way.link, f"{way.gb_s:.4g} GB/s", seconds(best), seconds(crowded)))
+        rows.append((volume.name, volume.members, sent, way.link, f"{rate:.4g} GB/s", seconds(best), seconds(crowded)))
     table = Table(
         key="groups",
         title="Sent by the busiest rank in one update",
@@ -164,7 +171,7 @@ def _power(setup: Setup) -> Section:
 
 def _order_warnings(setup: Setup) -> tuple[str, ...]:
     """Inner axes should move more than outer ones."""
-    moved = {volume.axes[-1]: volume for volume in volumes(setup)}
+    moved = {volume.axes[-1]: volume for volume in volumes(setup) if not volume.run and volume.step == 1}
     order = [axis for axis in setup.mesh.order if axis in moved]
     pairs = [(a, b) for a, b in pairwise(order) if moved[a].nbytes < moved[b].nbytes]
     return tuple(
@@ -172,4 +179,16 @@ def _order_warnings(setup: Setup) -> tuple[str, ...]:
         f"{size(moved[a].nbytes, digits=1)}: the inner axis has the faster links"
         for a, b in pairs
         if group_path(setup, moved[b]).gb_s < group_path(setup, moved[a]).gb_s
+    )
+
+
+def expert_warnings(setup: Setup) -> tuple[str, ...]:
+    """An EP group that leaves its server: it exchanges in every layer, as TP does."""
+    found = [volume for volume in volumes(setup) if volume.name == "EP" and group_path(setup, volume).crosses_servers]
+    mesh, gpus = setup.mesh, setup.profile.server.gpus
+    return tuple(
+        f"expert parallel groups of {mesh.ep} have members {mesh.expert_group(0)[1]} ranks apart and cross servers of {gpus} "
+        f"cards: {size(volume.nbytes, digits=1)} of tokens an update go over network cards. Put dp before pp in "
+        "parallel.order, or lower parallel.ep"
+        for volume in found
     )
