@@ -62,7 +62,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Where the attempt's logs are: the ranks of this node share it."""
     several_nodes: bool = False
-    """Whether there are ranks on other nodes."""
+    """Whether there are, or were, or may be ranks on other nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,11 @@ class Coordinator:
         return left_out(self.desk.journal.state.out)
 
     def _too_few(self, waited_s: float) -> Ending | None:
-        """Go on with what is there, if a layout fits; else somebody must find more machines."""
+        """Go on with what is there, if a layout fits; else somebody must find more machines. First it must be known what becomes of
+        a node that is merely silent: it may still run its ranks."""
+        self._handling.until(lambda: self._enough() or self._stop_asked() or not self.agent.quiet)
+        if self._stop_asked():
+            return self._stopped()
         there = len(self.agent.available(self._left_out()))
         reason = f"{there} of {self.delegate.num_nodes()} nodes are there after {waited_s:g} s"
         self.desk.elastic.capacity_changed(reason)

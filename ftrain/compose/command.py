@@ -98,7 +98,7 @@ class CommandDelegate(Delegate):
                 argv=launch.argv,
                 cwd=launch.cwd,
                 environment={"OPENBLAS_NUM_THREADS": launch.openblas_threads},
-                several_nodes=self._nodes.count > 1,
+                several_nodes=launch.nnodes > 0,
             )
         )
         workers = tuple(

@@ -66,7 +66,7 @@ class CommandNodes:
             told = self.choose(places, "the nodes that there are")
         whole = self._whole(places)
         partly = [node for node in dict.fromkeys(place.node for place in places) if node not in whole]
-        self.chosen = choose(self.chosen, [*whole, *partly], self.count)
+        self.chosen = choose(self.chosen, [*whole, *partly] if len(whole) < self.count else whole, self.count)
         return told if self.count != before else []
 
     def _whole(self, places: Sequence[Place]) -> list[str]:

@@ -8,21 +8,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftrain.compose.patterns import LogTail, PatternError, Seen, compiled, seen_in
-from ftrain.supervised import Reporter, StateLoaded, StepTold, decode_told
+from ftrain.supervised import LeaveAfter, Leaving, Reporter, StateLoaded, StepTold, decode_told
 from recovery.command import LINK, Link, inherited
 from recovery.heartbeat import CONTROL_SIZE, RECORD_SIZE, ControlWriter, HeartbeatReader
 from recovery.memory import memfd
-from recovery.messages import FromWorkerProcess
+from recovery.messages import FromWorkerProcess, Payload
 from recovery.wire import channel
 
 
 class Agent:
     """The other end of a few supervised ranks."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, *, several_nodes: bool = False) -> None:
         page, control = memfd("heartbeat", ranks * RECORD_SIZE), memfd("control", CONTROL_SIZE)
         self.beats, self.control = HeartbeatReader(page), ControlWriter(control)
         self.reporters, self.links = [], []
@@ -39,6 +40,7 @@ class Agent:
                 rank=rank,
                 attempt=0,
                 folder=str(folder),
+                several_nodes=several_nodes,
             )
             self.links.append(channel(ours, FromWorkerProcess))
             self.reporters.append(Reporter(link))
@@ -85,6 +87,22 @@ def test_ranks_a_step_apart_stop_after_the_same_step(two: Agent, first: int) -> 
             stopped[rank] = done[rank]
         done[rank] += 1
     assert stopped[0] == stopped[1] >= 12
+
+
+def test_ranks_of_several_nodes_leave_after_the_step_that_the_supervisor_names(tmp_path: Path) -> None:
+    """The control pages of two nodes do not change at the same time, so none of them is asked."""
+    nodes = Agent(tmp_path, 2, several_nodes=True)
+    nodes.control.set(stop=True, save=0)
+    zero, one = nodes.reporters
+    assert not zero.progress(10, None, 0)
+    nodes.links[0].send(Payload(payload=msgspec.json.encode(LeaveAfter(step=12))))
+    nodes.links[0].send(Payload(payload=msgspec.json.encode(LeaveAfter(step=99))))  # of another coordinator: the first holds
+    assert [zero.progress(step, None, 0) for step in (11, 12, 13)] == [False, True, True]
+    nodes.links[1].send(Payload(payload=msgspec.json.encode(LeaveAfter(step=12))))
+    assert one.progress(14, None, 0)  # too late, so at once
+    leaving = [[told.step for told in nodes.heard(rank) if isinstance(told, Leaving)] for rank in (0, 1)]
+    assert leaving == [[12], [14]]
+    nodes.close()
 
 
 def test_a_single_process_stops_at_once(tmp_path: Path) -> None:
