@@ -204,8 +204,8 @@ class Coordinator:
         return left_out(self.desk.journal.state.out)
 
     def _too_few(self, waited_s: float) -> Ending | None:
-        """Go on with what is there, if a layout fits; else somebody must find more machines. First it must be known what becomes of
-        a node that is merely silent: it may still run its ranks."""
+        """Go on with what is there, if a layout fits; else somebody must find more machines. What becomes of a node that is
+        merely silent is waited for first: it may still run its ranks."""
         self._handling.until(lambda: self._enough() or self._stop_asked() or not self.agent.quiet)
         if self._stop_asked():
             return self._stopped()
