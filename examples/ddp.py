@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/ddp.py
 ftrain supervise --nproc 2 -- python examples/ddp.py
+ftrain submit --slurm -- ftrain supervise --nnodes 2 --nproc 8 -- python examples/ddp.py
 """
 
 import argparse
@@ -45,8 +46,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
     checkpointer = ftrain.Checkpointer()
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    state["random"] = ftrain.per_rank(ftrain.RandomState())
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": ftrain.per_rank(ftrain.RandomState())}
 
     for step in range(checkpointer.load(state) + 1, options.steps + 1):
         x, y = batch_of(rank, options.batch)
@@ -55,11 +55,13 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
-        ftrain.progress(step)
-        if step % 10 == 0:
+        stop = ftrain.progress(step)
+        if stop or step % 10 == 0:
             checkpointer.save(step, state)
         if rank == 0 and step % 10 == 0:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
+        if stop:
+            break
 
     checkpointer.close()
     if rank == 0:
