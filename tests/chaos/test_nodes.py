@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ftrain.compose.proof import stored_digests
@@ -23,6 +24,7 @@ from recovery.events import (
 from tests.commands import ftrain, ftrain_json
 from tests.nodes_run import logs_of, nodes_run
 from tests.runs import TinyRun, finish, no_process_left
+from tests.slurm_cluster import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -54,6 +56,7 @@ def test_a_killed_rank_and_a_lost_node_end_bit_for_bit_where_the_unbroken_run_di
         nodes.join("n3")
         run.wait_for_step(13)
         nodes.wait_for_nodes("n1", "n2", "n3")
+        wait_until(lambda: any(it.status() == psutil.STATUS_STOPPED for it in nodes.tree("n2")), "rank 1 to stand still")
         nodes.kill("n2")
         code, output = finish(parent)
         assert code == 0, output
