@@ -37,6 +37,9 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("count", torch.arange(3))
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(self.emb(tokens)))) * self.scale
+
 
 def sharded(layout: str, world: int) -> nn.Module:
     """The model under a layout, its values the same under all."""
@@ -191,3 +194,33 @@ def test_a_commit_that_fails_on_rank_0_is_raised_on_all_ranks(tmp_path: Path) ->
     first, second = run_world(refused_saves, 2, str(tmp_path / "run"))
     assert first == second
     assert "rank 0: step 1 is not saved: Fenced" in first
+
+
+def write_overlapped(rank: int, url: str, layout: str, world: int) -> dict[str, torch.Tensor]:
+    """Save with overlap, and go on at once: a forward and backward beside the copy, and a step that waits for it."""
+    state = trained(layout, world)
+    model, optimizer = state["model"], state["optimizer"]
+    checkpointer = ftrain.Checkpointer(url, overlap=True)
+    assert checkpointer.load(state) == 0
+    found = whole(state)
+    checkpointer.save(STEP, state)
+    module = model.module if layout == "ddp" else model
+    if layout == "fsdp":
+        model(torch.arange(30)[None]).square().mean().backward()
+    else:
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert checkpointer.wait() == STEP
+    checkpointer.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_an_overlapped_save_of_several_ranks_is_the_state_at_the_call(tmp_path: Path, layout: str) -> None:
+    url = str(tmp_path / "run")
+    written = run_world(write_overlapped, 2, url, layout, 2)[0]
+    assert_equal(run_world(read, 1, url, "", 1)[0], written)
