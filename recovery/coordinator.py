@@ -312,7 +312,8 @@ class Coordinator:
 
     def _left_well(self) -> Ending | Trouble | AttemptEndInfo:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""
-        if self.desk.leaving and not self.desk.control.stop and not self.delegate.at_end():
+        makes_way = self.desk.leaving or self.delegate.makes_way()
+        if makes_way and not self.desk.control.stop and not self.delegate.at_end():
             if self.spec.fleet is not None:  # where ranks move between nodes, only storage has the state of all of them
                 self._handling.until(lambda: self.delegate.drained() or self.desk.hurry, self.spec.stop_s)
             return self._made_way()
@@ -328,7 +329,7 @@ class Coordinator:
         return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
 
     def _made_way(self) -> AttemptEndInfo:
-        """Another layout takes over, from the state that the workers left in memory."""
+        """Another layout or phase takes over, from the state that the workers left in memory."""
         attempt = self._handling.attempt
         self._handling.end_attempt()
         return AttemptEndInfo(

@@ -139,6 +139,10 @@ class Delegate(ABC):
         """Whether the workers that have left with 0 had nothing more to do (else they made way for another layout)."""
         return True
 
+    def makes_way(self) -> bool:
+        """Whether the workers that have left with 0 did so by themselves, for an attempt of another kind that is to follow."""
+        return False
+
     def place_of(self, rank: int) -> Place | None:
         """Where a rank of the newest attempt runs, or ran; None if it is not known."""
         return None

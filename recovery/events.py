@@ -14,7 +14,7 @@ Conventions, for all events:
     Event
       run        RunStarted  ConfigChanged  EpochTaken  StopRequested  RunEnded
       attempt    AttemptStarted  Ready  StepFinished  StepsFinished  Evaluated  AttemptEnded
-      places     PlaceLost  PlaceReturned  LayoutChosen
+      places     PlaceLost  PlaceReturned  LayoutChosen  PhaseBegan
       state      SnapshotCompleted  CheckpointCommitted  CheckpointFailed  CheckpointPassedOver  TierCommitted  StorageNotice
       trouble    ProcessDied  SignalSent  Suspected  Straggler  InterruptionClassified  Decided  Relabelled
 """
@@ -27,38 +27,17 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
+from recovery.verdict import Action as Action
+from recovery.verdict import EvidenceLine as EvidenceLine
+from recovery.verdict import Verdict as Verdict
+from recovery.verdict import Where as Where
+
 ProcessKind = Literal["worker", "keeper", "zygote", "agent", "coordinator"]
-Where = Literal["log", "kernel", "scheduler", "exit"]
 Outcome = Literal["finished", "stopped", "failed", "given_up"]
-Action = Literal["restart", "restart_exclude_node", "restart_after_wait", "roll_back", "stop_for_human", "finish"]
 
 
 class LedgerFormatError(ValueError):
     """A line that is not an event of ours: cut short, damaged, or written by a newer version."""
-
-
-class EvidenceLine(Struct, frozen=True, kw_only=True):
-    """One line a verdict rests on. `line` counts from 0 within its source; for `exit` it is the rank."""
-
-    where: Where
-    line: int
-    text: str
-
-
-class Verdict(Struct, frozen=True, kw_only=True):
-    """What interrupted the run, and why we think so. `action` is the default policy's at a first occurrence."""
-
-    class_: str = field(name="class")
-    component: str
-    planned: bool = False
-    first_failing_rank: int | None = None
-    retryable: bool = True
-    action: Action = "restart"
-    confidence: float = 0.0
-    reason: str = ""
-    evidence: tuple[EvidenceLine, ...] = ()
-    node: str = ""
-    signature: str = ""  # name of the deciding signature: the fingerprint by which recurrence is recognised
 
 
 class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -142,6 +121,20 @@ class LayoutChosen(Event, frozen=True, kw_only=True):
     reason: str
     costs: str = ""
     tokens_per_s: float | None = None
+    changes: tuple[dict[str, Any], ...] = ()
+
+
+class PhaseBegan(Event, frozen=True, kw_only=True):
+    """The training goes on with other values from the next attempt on (windows, batches, layout, ...), after update `step`.
+
+    `phase` counts from 0; `from_tokens`: where it was to begin, in tokens of the run; `changes`: path, old and new of each.
+    """
+
+    phase: int
+    phases: int
+    step: int
+    from_tokens: int = 0
+    layout: str = ""
     changes: tuple[dict[str, Any], ...] = ()
 
 
@@ -334,6 +327,7 @@ AnyEvent = (
     | PlaceLost
     | PlaceReturned
     | LayoutChosen
+    | PhaseBegan
     | StepFinished
     | StepsFinished
     | SnapshotCompleted
@@ -364,6 +358,7 @@ DECISIONS: tuple[type[Event], ...] = (
     PlaceLost,
     PlaceReturned,
     LayoutChosen,
+    PhaseBegan,
     InterruptionClassified,
     Decided,
     CheckpointCommitted,

@@ -24,6 +24,7 @@ from recovery.events import (
     Evaluated,
     Event,
     InterruptionClassified,
+    PhaseBegan,
     PlaceLost,
     PlaceReturned,
     ProcessDied,
@@ -95,6 +96,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
     onsets: tuple[Onset, ...] = ()  # the earliest of each attempt
+    training_phase: int = 0  # of a training in phases
     out: tuple[Out, ...] = ()  # places that are taken away
     blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""
@@ -127,6 +129,8 @@ def apply(state: RunState, event: Event) -> RunState:
             return _apply_saved(state, event)
         case PlaceLost() | PlaceReturned():
             return _apply_place(state, event)
+        case PhaseBegan():
+            return replace(state, training_phase=event.phase)
         case ProcessDied() | Suspected() | InterruptionClassified() | Decided() | Relabelled():
             return _apply_trouble(state, event)
     return _apply_steps(state, event)

@@ -107,6 +107,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     source: str  # init, memory, peer, local or storage
     passed_over: list[tuple[int, str]] = []
     proof: str = ""  # what was compared: digests or crcs
+    firsts: list[int] = []  # of each phase that has begun: the updates before its first one
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -193,7 +194,8 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     """Rank 0 to coordinator: the loop has ended; the snapshot of this step is on its way to storage."""
 
     step: int
-    outcome: str  # finished or stopped
+    outcome: str  # finished, stopped, or phase: another one is to follow
+    firsts: list[int] = []  # as of Ready, with that one
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):

@@ -50,6 +50,9 @@ class Restorable(Protocol):
     @property
     def layout(self) -> str: ...
 
+    @property
+    def phase(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
@@ -94,8 +97,9 @@ def restore(
     """Load the newest state there is. Called by all ranks together, with the same arguments but `rank`.
 
     `storage_step`: the newest committed step, as the coordinator saw it; `local`: the local tier and its newest step. Of equal
-    steps memory comes first, then the local tier. A snapshot of another layout proves itself by digests. Returns source "init"
-    if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them loads.
+    steps memory comes first, then the local tier. A snapshot of another layout, or of another phase, proves itself
+    by digests. Returns source "init" if there is nothing to load. Raises NoCheckpoint if there are checkpoints and none of them
+    loads.
     """
     passed_over: list[tuple[int, str]] = []
     snapshot = newest_snapshot(slots)
@@ -128,10 +132,12 @@ def _from_memory(
     tier = ArenaStore(slots)
     problem = agreed(attempt(lambda: load_pieces(engine, Checkpoint(tier, snapshot_manifest(snapshot, slots), prefix=""))))
     progress, proof = slots[snapshot.slots[0]].progress(), "crc32c of every chunk"
-    if problem is None and progress.get("layout", engine.layout) != engine.layout:
+    layout, phase = progress.get("layout", engine.layout), progress.get("phase", engine.phase)
+    if problem is None and (layout != engine.layout or phase != engine.phase):
         saved = digests_of([slots[name] for name in snapshot.slots[rank::world]], engine)
         problem = differ(saved, live_digests(engine))
-        proof = f"digests of {len(saved)} arrays, across {progress['layout']} and {engine.layout}"
+        seam = f", from phase {phase} to {engine.phase}" if phase != engine.phase else ""
+        proof = f"digests of {len(saved)} arrays, across {layout} and {engine.layout}{seam}"
     if problem is not None:
         return f"memory tier: {problem}"
     source = "peer" if any(is_peer(name) for name in snapshot.slots) else "memory"

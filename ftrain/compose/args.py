@@ -26,6 +26,8 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     own_slots: list[str]  # this rank's arena slots
     source_slots: list[str]  # all slots a snapshot may be restored from
     layout: str
+    whole: dict[str, Any] = {}  # the config of all phases, if there are several; `config` is that of this one
+    phase: int = 0
     slot: int = 0  # place on its node: which GPU
     slots: int = 1  # places of that node
     spread: bool = False  # whether other ranks' slots are on other nodes
@@ -59,6 +61,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     attempt: int
     parallel: dict[str, Any] = {}  # of its newest attempt, which may be another than the launch asks for
+    phase: int = 0
     places: tuple[Place, ...] = ()
     held: dict[int, dict[str, int]] = {}  # memory areas of older layouts that are still needed
     homes: dict[str, str] = {}  # where those are, if there are several nodes

@@ -26,6 +26,7 @@ from ftrain.compose.stores import limit_traffic, open_configured
 from ftrain.compose.webhook import tell
 from ftrain.config import Config, KeepBest, KeepEvery, KeepLast, KeepPinned, KeepYoung
 from ftrain.faults import CommitPoints, Faults
+from ftrain.phases import most_ranks
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
 from recovery.events import Event
@@ -95,7 +96,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         local_dir=folder,
         node=this_node() if fleet is not None else "localhost",
         fleet=fleet,
-        places=config.machine.ranks_per_node or config.parallel.ranks + recovery.spares,
+        places=config.machine.ranks_per_node or most_ranks(config) + recovery.spares,
         zygote_preload=WORKER_MODULE,
         keeper_argv=tuple(keeper_argv(folder)),
         env=env,

@@ -15,6 +15,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
 from ftrain.data.stdlib import STDLIB, cache_root, find_stdlib
+from ftrain.phases import effective, num_phases
 
 
 def check_data(config: Config, *, prepare: bool = False) -> str:
@@ -22,16 +23,23 @@ def check_data(config: Config, *, prepare: bool = False) -> str:
 
     Without `prepare`, a built-in corpus that no run has prepared yet is passed over, and with it the size of the held-out text.
     """
+    return "; ".join(
+        _check_phase(effective(config, number), f"phase {number}: " if config.phases else "", prepare=prepare)
+        for number in range(num_phases(config))
+    )
+
+
+def _check_phase(config: Config, name: str, *, prepare: bool) -> str:
     _check_files(config)
     waits = not prepare and any(source.path == STDLIB for source in config.data.sources) and find_stdlib(cache_root()) is None
     if waits:
         others = tuple(source for source in config.data.sources if source.path != STDLIB)
         if others:
             Dataset(_only(config, others), root=cache_root())
-        return f"{len(others)} corpora can be read; {STDLIB!r} is prepared by the first run"
+        return f"{name}{len(others)} corpora can be read; {STDLIB!r} is prepared by the first run"
     data = Dataset(config, root=cache_root())
     train = data.train_tokens_per_pass // data.seq_len
-    return f"{train} training and {data.num_heldout} held-out sequences of {data.seq_len} tokens"
+    return f"{name}{train} training and {data.num_heldout} held-out sequences of {data.seq_len} tokens"
 
 
 def probe(config: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from ftrain.compose.committer import Committer
 from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
+from ftrain.compose.phasing import phase_status
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
 from ftrain.config import Config
@@ -90,6 +91,9 @@ class RunDelegate(StoringDelegate):
         self._committed = self._planned = newest.step if newest else None
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
+        if newest is not None:
+            self._phasing.recall(self._layouts.whole, newest.progress)
+            self._layouts.resume(self._phasing.of(newest.step))
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
         grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
         self._committer = Committer(
@@ -115,6 +119,7 @@ class RunDelegate(StoringDelegate):
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
         self._copies.recall(state.copied)
+        self._phasing.recorded, self._step = state.training_phase, state.step
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
@@ -122,7 +127,9 @@ class RunDelegate(StoringDelegate):
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
         release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
-        decided = self._layouts.choose(self.links.places(), "the places that there are")
+        differently = previous.differently if previous is not None else ()
+        decided = self._enter_phase(self._memory_step, differently)
+        decided += self._layouts.choose(self.links.places(), "the places that there are")
         self._debts.started(attempt, self._epoch)
         self._attempt, own, older = attempt, *self._layouts.started(attempt)
         self._copies.started(self._layouts.ring if self._layouts.copied else ())
@@ -130,7 +137,7 @@ class RunDelegate(StoringDelegate):
             release += self._give_up_older()
             older = {}
         self._planned = self._committed
-        start = self._start(previous.differently if previous is not None else ())
+        start = self._start(differently)
         copied = self._copies.reachable({place.node for place in self.links.places()}) if self._memory_step is None else None
         source, restored = (
             self._places.newest(self._memory_step, self._origin[1], copied=copied) if start.nearer else ("storage", start.step)
@@ -192,10 +199,12 @@ class RunDelegate(StoringDelegate):
         if isinstance(message, StepTimes | Traced):
             return self._metrics.measured(message, self._layouts.now, attempt)
         self._last.final = message
+        if message.outcome == "phase":
+            self._layouts.enter(self._phasing.leave(message))
         return []
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
-        self._last_step = done
+        self._last_step, self._step = done, done.step
         self._moved |= {done.step} if done.applied and done.lr > 0 else set()
         self._metrics.append(done, attempt=attempt, layout=self._layouts.text)
         return [*self._doubts.on_step(done, attempt), *step_events(done, attempt)]
@@ -219,6 +228,7 @@ class RunDelegate(StoringDelegate):
     def _on_ready(self, ready: Ready, attempt: int) -> list[Event]:
         found: list[Event] = passed_over(ready.passed_over, attempt) if ready.rank == 0 else []
         self._ready[attempt][ready.rank] = ready
+        self._phasing.told(ready.firsts)
         if len(self._ready[attempt]) == self._layouts.ranks_of(attempt):
             if (self._memory_step or 0) > ready.step:
                 self._memory_step = None  # the workers have forgotten it
@@ -301,6 +311,7 @@ class RunDelegate(StoringDelegate):
             "memory_step": self._memory_step,
             "peer_step": self._copies.step,
             "steps": self._config.run.steps,
+            **phase_status(self._layouts.whole, self._layouts.phase, self._step),
             **step_status(self._last_step),
             **self._metrics.status(),
             "collect_error": self._committer.collect_error if self._committer else "",

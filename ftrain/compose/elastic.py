@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ftrain.compose.copies import Copies
 from ftrain.compose.launch import relaunch
 from ftrain.compose.layouts import Layouts
 from ftrain.compose.nodes import num_nodes, shared_dir
+from ftrain.compose.phasing import Phasing, at_boundary, began
 from ftrain.compose.places import Places
 from ftrain.compose.retries import Start, retry
 from ftrain.config import Config
@@ -36,6 +38,8 @@ class ElasticDelegate(Delegate):
         self._committed: int | None = None
         self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
+        self._phasing = Phasing()
+        self._step = 0  # the newest one that was finished
         self._copies = Copies(lambda payload: self.links.to_keeper(payload))
 
     @property
@@ -45,7 +49,7 @@ class ElasticDelegate(Delegate):
 
     def num_nodes(self) -> int:
         """Nodes for the ranks of the layout as it is."""
-        return num_nodes(self._layouts.now, self._layouts.ranks)
+        return num_nodes(self._layouts.now, self._layouts.needed)
 
     def place_of(self, rank: int) -> Place | None:
         """Where a rank sits."""
@@ -58,8 +62,26 @@ class ElasticDelegate(Delegate):
     def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> Sequence[Event]:
         """A person's choice; the next coordinator must know it too."""
         told = self._layouts.resize(args, places)
-        relaunch(Path(self._local), self._launch, self._layouts.wish)
+        relaunch(Path(self._local), self._launch, self._layouts.whole)
         return told
+
+    def makes_way(self) -> bool:
+        """Whether the workers have left for another phase: they said so, or said it to a coordinator that died."""
+        return self._phasing.left or at_boundary(self._layouts.whole, self._layouts.phase, self._step)
+
+    def _enter_phase(self, memory: int | None, differently: Sequence[str]) -> list[Event]:
+        """That of the state which the next workers will find, as far as that is known; what the ledger is told of it.
+
+        `memory`: the step that the memory tier has; `differently`: as of `_start`.
+        """
+        start = self._start(differently)
+        copied = self._copies.reachable({place.node for place in self.links.places()}) if memory is None else None
+        step = (self._places.newest(memory, self._origin[1], copied=copied)[1] if start.nearer else start.step) or 0
+        number, before = self._phasing.of(step), self._phasing.recorded
+        self._phasing.left, self._phasing.recorded = False, number
+        self._phasing.seam = step if number != before else None
+        self._layouts.enter(number)
+        return [began(self._layouts.whole, before, number, step, self._layouts.wish_text)] if number != before else []
 
     @property
     def _origin(self) -> tuple[str, int | None]:
@@ -71,7 +93,10 @@ class ElasticDelegate(Delegate):
     def _start(self, differently: Sequence[str]) -> Start:
         """From which state the next attempt begins, if it is to differ from the last one."""
         url, step = self._origin
-        return retry(differently, self._run.checkpoints, step, own=url == self._url)
+        start = retry(differently, self._run.checkpoints, step, own=url == self._url)
+        if self._layouts.spread and self._phasing.seam is not None and self._phasing.seam == self._committed:
+            return replace(start, nearer=False)  # of several nodes' memory nobody proves the digests, of storage all do
+        return start
 
     def _worker_args(self, own: list[str], older: list[str], start: Start) -> WorkerArgs:
         """What is the same for all ranks."""
@@ -87,5 +112,7 @@ class ElasticDelegate(Delegate):
             nearer=start.nearer,
             evidence=start.evidence,
             layout=self._layouts.text,
+            whole=msgspec.to_builtins(self._layouts.recorded) if self._layouts.whole.phases else {},
+            phase=self._layouts.phase,
             control=str(control_folder(shared_dir(self._config, Path(self._local)))) if self._layouts.copied else "",
         )

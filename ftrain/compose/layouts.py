@@ -1,5 +1,7 @@
 """Which layout the attempts of a run have, where their ranks sit, and which memory areas hold their snapshots.
 
+Of a run in phases it is the layout of the phase that the next attempt is in.
+
 What was asked for (`wish`) and what runs (`now`) may differ: while places are missing the run goes on with the best layout for
 what is left, chosen by the planner's own prediction, and returns to the wish when there is room for it. Each layout has areas
 of its own, a *generation*: the old ones are read by the first attempt of the new layout, and given back once that has a
@@ -20,7 +22,8 @@ from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS, area_name, is_peer, peer_name
 from ftrain.compose.args import Memo, WorkerArgs, worker_spec
 from ftrain.config import Config, Parallel
-from ftrain.load import changes, parse, to_toml
+from ftrain.load import changes, parse, resolve, to_toml
+from ftrain.phases import effective, with_layout
 from ftrain.plan.elastic import best, rate
 from ftrain.plan.profile import Profile
 from ftrain.plan.profile import load as load_profile
@@ -39,8 +42,12 @@ class Layouts:
 
     def __init__(self, config: Config) -> None:
         """Nothing has been started: what is wished for will be."""
-        self.wish = config
-        self.now = config
+        self.whole = config
+        """All phases, as they are asked for."""
+        self.phase = 0
+        self.wish = effective(config, 0)
+        self.now = self.wish
+        self._asked = self.wish  # when the newest layout was chosen
         self.places: tuple[Place, ...] = ()
         """Where the ranks of the newest attempt sit; empty before the first."""
         self.generation = 0
@@ -61,6 +68,30 @@ class Layouts:
         """The layout in words."""
         return layout_text(self.now)
 
+    @property
+    def wish_text(self) -> str:
+        """The layout that is asked for, in words."""
+        return layout_text(self.wish)
+
+    @property
+    def needed(self) -> int:
+        """Ranks of the next attempt: those of a phase that is to begin, or as it is."""
+        return self.ranks if self.wish.parallel == self._asked.parallel else self.wish.parallel.ranks
+
+    @property
+    def recorded(self) -> Config:
+        """All phases, with this one's layout as it runs: what checkpoints remember."""
+        return with_layout(self.whole, self.phase, self.now)
+
+    def enter(self, phase: int) -> None:
+        """The next attempt is in this phase; its layout is chosen when the attempt is planned."""
+        self.phase, self.wish = phase, effective(self.whole, phase)
+
+    def resume(self, phase: int) -> None:
+        """The run is in this phase, with the layout that is asked for."""
+        self.enter(phase)
+        self.now = self._asked = self.wish
+
     def ranks_of(self, attempt: int) -> int:
         """How many ranks an attempt has."""
         return self._attempts.get(attempt, (self.ranks, 0))[0]
@@ -72,11 +103,12 @@ class Layouts:
         target = self._target(len(places))
         seats = self._seats(places, target)
         cut_again = target.parallel != self.now.parallel
-        same = not cut_again and target.batch == self.now.batch
+        same = not cut_again and target.batch.micro_batch == self.now.batch.micro_batch
+        before, self.now, self._asked = self.now, target, self.wish
         if same and (not self.places or seats == self.places):
             self.places = seats
             return []
-        before, self.now, self.places = self.now, target, seats
+        self.places = seats
         self.generation += cut_again
         return [chosen(before, target, why, load_profile(profile_of(self.wish)))]
 
@@ -111,7 +143,8 @@ class Layouts:
             {"path": change.path, "old": change.old, "new": change.new, "kind": change.kind}
             for change in changes(self.wish, wish)
         ]
-        self.wish = wish
+        whole = self._checked(with_layout(self.whole, self.phase, wish))
+        self.whole, self.wish = whole, wish
         by = str(args.get("by", "a person"))
         told = self.choose(places, f"{by} asked for {wish.parallel.ranks} ranks ({layout_text(wish)})")
         return [ConfigChanged(t=time.time(), changes=tuple(made)), *told] if made else told
@@ -130,6 +163,14 @@ class Layouts:
             return replace(parse(to_toml(bare), overrides, origin="resize"), faults=self.wish.faults)
         except ConfigProblems as error:
             raise ValueError(str(error)) from error
+
+    def _checked(self, whole: Config) -> Config:
+        """Later phases have what this one does not name otherwise: they must be possible too."""
+        try:
+            resolve(msgspec.to_builtins(replace(whole, faults=())), origin="resize")
+        except ConfigProblems as error:
+            raise ValueError(str(error)) from error
+        return whole
 
     def place_of(self, rank: int) -> Place | None:
         """Where a rank sits."""
@@ -265,6 +306,7 @@ class Layouts:
             epoch=epoch,
             attempt=attempt,
             parallel=msgspec.to_builtins(self.now.parallel),
+            phase=self.phase,
             places=self.places,
             held=held,
             homes={name: node for name, node in self._homes.items() if area_name(name).generation != self.generation},
@@ -274,6 +316,7 @@ class Layouts:
     def adopt(self, memo: Memo) -> None:
         """Go on from an earlier coordinator's layout."""
         self.generation, self.places = memo.generation, memo.places
+        self.resume(memo.phase)
         if memo.parallel:
             self.now = replace(self.wish, parallel=msgspec.convert(memo.parallel, Parallel))
         self._held = {**memo.held, self.generation: self.areas()}
@@ -314,5 +357,9 @@ def chosen(before: Config, after: Config, why: str, profile: Profile) -> LayoutC
         reason=f"{why}: best predicted tokens/s" if after.parallel.ranks < before.parallel.ranks else why,
         costs=costs,
         tokens_per_s=share,
-        changes=tuple({"path": it.path, "old": it.old, "new": it.new} for it in changes(before, after)),
+        changes=tuple(
+            {"path": it.path, "old": it.old, "new": it.new}
+            for it in changes(before, after)
+            if it.path.startswith(RESIZABLE)  # what else a phase changes is told with the phase
+        ),
     )

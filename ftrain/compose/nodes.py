@@ -12,9 +12,9 @@ import msgspec
 
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS
-from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.compose.args import KeeperArgs
 from ftrain.config import Config
+from ftrain.phases import effective, num_phases
 from recovery.files import replace_file
 from recovery.network import interface_address, names_of
 from recovery.rendezvous import control_folder
@@ -59,7 +59,12 @@ def num_nodes(config: Config, ranks: int) -> int:
 
 
 def arena_nbytes(config: Config) -> int:
-    """Bytes of the memory areas on the node that has most of them: its ranks' slots, and the copies of another node's."""
+    """Bytes of the memory areas on the node that has most of them, in the phase that needs most."""
+    return max(_arena_nbytes(effective(config, number)) for number in range(num_phases(config)))
+
+
+def _arena_nbytes(config: Config) -> int:
+    """Its ranks' slots, and the copies of another node's."""
     sizes = rank_slot_nbytes(config)
     per_node = config.machine.ranks_per_node or len(sizes)
     nodes = [sum(sizes[first : first + per_node]) for first in range(0, len(sizes), per_node)]

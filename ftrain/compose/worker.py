@@ -21,12 +21,12 @@ from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
 from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
-from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
 from ftrain.checkpoint.spread import from_spread_memory
 from ftrain.compose.args import WorkerArgs
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
+from ftrain.compose.way import Way, whole_config
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
 from ftrain.data.stdlib import cache_root
@@ -99,14 +99,15 @@ def main(context: WorkerContext) -> None:
     faults = Faults(config.faults, folder, rank=context.rank, corrupt=lambda kind: spoil(engine, kind))
     context.heartbeat.beat("restore")
     restored = _restore(engine, args, slots, rank=context.rank, world=config.parallel.ranks)
+    way = Way(args, restored)
     constant = _constant(config, args, engine)
     _warn(restored, constant)
     loop = _loop(context, args, config, engine, slots, faults)
     loop.saver.forget_after(restored.step)
     _let_go(context, slots, args.own_slots)
-    context.send(encode(_ready(context.rank, restored)))
+    context.send(encode(_ready(context.rank, restored, way.firsts)))
     loop.reached("restore", restored.step)
-    final = loop.run(Progress.from_record(restored.progress, constant))
+    final = way.train(engine, loop, Progress.from_record(restored.progress, constant))
     if context.rank == 0:
         context.send(encode(final))
     if dist.is_initialized():
@@ -163,8 +164,9 @@ def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any
     """What every checkpoint of this attempt remembers of its circumstances."""
     assert isinstance(engine.dataset, Dataset)
     return {
-        "config": args.config,
-        "fingerprint": fingerprint(config),
+        "config": args.whole or args.config,
+        "phase": args.phase,
+        "fingerprint": fingerprint(whole_config(args)),
         "layout": args.layout,
         "numeric_environment": numeric_environment(engine.device, engine.compute_dtype, compiled=config.machine.compile),
         "data": engine.dataset.identity,
@@ -217,13 +219,14 @@ def _window(context: WorkerContext, args: WorkerArgs, config: Config, engine: En
     return Profiler((first, last), path, engine.mesh.clock, engine.device, written=written)
 
 
-def _ready(rank: int, restored: Restored) -> Ready:
+def _ready(rank: int, restored: Restored, firsts: list[int]) -> Ready:
     return Ready(
         rank=rank,
         step=restored.step,
         source=restored.source,
         passed_over=list(restored.passed_over),
         proof=restored.proof,
+        firsts=firsts,
     )
 
 
@@ -246,7 +249,7 @@ def _join(context: WorkerContext, address: tuple[str, int], world: int, timeout_
 
 
 def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:
-    config = engine.config
+    config, engine.phase = engine.config, args.phase
     limit_traffic(config)
     run = RunStore(open_configured(config.storage, args.restore_url)) if args.storage_step is not None else None
     sources = {name: slots[name] for name in args.source_slots if args.nearer}

@@ -64,8 +64,23 @@ class Progress:
     tokens: int = 0
     eval_loss: float | None = None
     eval_step: int | None = None
+    begun: list[tuple[int, int]] = field(default_factory=list)  # of each phase: updates before it, sequences read in it
     norms: list[float] = field(default_factory=list)  # the newest gradient norms that were applied
     constant: dict[str, Any] = field(default_factory=dict)  # config, fingerprint, layout, numeric environment
+
+    def __post_init__(self) -> None:
+        self.begun = self.begun or [(0, self.sequences)]
+
+    @property
+    def first_sequence(self) -> int:
+        """Of the next update, counted in its phase."""
+        return self.begun[-1][1]
+
+    def read(self, sequences: int) -> None:
+        """One more update has read so many."""
+        first, before = self.begun[-1]
+        self.begun[-1] = (first, before + sequences)
+        self.sequences += sequences
 
     def record(self) -> dict[str, Any]:
         """As it is stored."""
@@ -73,6 +88,7 @@ class Progress:
             "step": self.step,
             "sequences": self.sequences,
             "tokens": self.tokens,
+            "begun": [list(part) for part in self.begun],
             "eval_loss": self.eval_loss,
             "eval_step": self.eval_step,
             "norms": self.norms,
@@ -111,15 +127,20 @@ class Loop:
         names = ("nonfinite_steps", "spike_z", "spike_steps", "replay_norm")
         bounds = Bounds(**{name: getattr(recovery, name) for name in names})
         self.watch = Watch(bounds=bounds)
+        self._last = self.config.run.steps
+
+    def end_after(self, step: int) -> None:
+        """Another phase begins there: leave then, with the state on its way to storage."""
+        self._last = min(step, self.config.run.steps)
 
     def run(self, progress: Progress) -> Final:
-        """Train from `progress` to the last step, or until asked to stop; the final state is on its way to storage
-        on return.
+        """Train from `progress` to the last step (of the phase), or until asked to stop; on return the final state is on its
+        way to storage.
         """
         self.watch.norms.extend(progress.norms)
         if progress.step >= max(self.config.run.steps, self.stored_step + 1):
             self._save_now(progress, upload=True)  # the last step was reached by an attempt that could not store it
-        while progress.step < self.config.run.steps:
+        while progress.step < self._last:
             stop = self._step(progress)
             self.reached("step", progress.step)
             if stop:
@@ -127,8 +148,12 @@ class Loop:
         self.window.close()
         self.times.finish()
         self.saver.finish()
-        outcome = "finished" if progress.step >= self.config.run.steps else "stopped"
-        return Final(step=progress.step, outcome=outcome)
+        return Final(step=progress.step, outcome=self._outcome(progress.step))
+
+    def _outcome(self, step: int) -> str:
+        if step >= self.config.run.steps:
+            return "finished"
+        return "phase" if step >= self._last else "stopped"
 
     def _step(self, progress: Progress) -> bool:
         self.window.before(progress.step + 1)
@@ -137,7 +162,7 @@ class Loop:
         result = self._update(progress)
         progress.step = result.step
         progress.norms = [*progress.norms, result.grad_norm][-NORMS:] if result.applied else progress.norms
-        progress.sequences += result.sequences
+        progress.read(result.sequences)
         progress.tokens += result.tokens
         with self.times.during(EVALUATE):
             evaluate_s = self._evaluate(progress)
@@ -156,7 +181,7 @@ class Loop:
         """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
         self.beat("step", progress.step + 1)
         flags = self._flags()
-        limit, at = self.watch.norm_limit, {"step": progress.step + 1, "first_sequence": progress.sequences}
+        limit, at = self.watch.norm_limit, {"step": progress.step + 1, "first_sequence": progress.first_sequence}
         result = self.engine.train_step(**at, flags=flags, norm_limit=limit)
         suspect = math.isfinite(result.grad_norm) and result.grad_norm > limit
         if result.applied or not (self.config.recovery.nonfinite_steps or suspect):
@@ -199,7 +224,7 @@ class Loop:
             self.config.checkpoint,
             when.StepFacts(
                 step=progress.step,
-                last_step=self.config.run.steps,
+                last_step=self._last,
                 stop=bool(flags.stop),
                 save=bool(flags.save),
                 no_slot=bool(flags.no_slot),

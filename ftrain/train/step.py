@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftrain.config import Config
+from ftrain.course import Curve
 from ftrain.model import init
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.arrays import EXACT, StatePiece, StateTypes, array_specs
@@ -87,6 +88,9 @@ class Engine:
         self.before_update, self.progress = before_update, progress
         self.after_vote: Callable[[], None] = _no_wait  # all ranks are together there, and the host waits for nothing
         self.step = 0
+        self.phase = 0
+        self.curve = Curve(0, config.run.steps)
+        """The updates over which the learning-rate schedule stretches."""
         self.shares = torch.zeros(2, dtype=torch.float64)
         """What this rank contributed to the last vote: the squares of its gradients, its part of the loss."""
         self.compute_dtype = compute_dtype(config, self.device)
@@ -219,7 +223,8 @@ class Engine:
     def _finish(self, outcome: Vote, tokens: int, sequences: int, *, apply: bool) -> StepResult:
         """Update or skip; either way the step counts, so that a resumed run needs no second counter."""
         config, number = self.config, self.step + 1
-        lr = learning_rate(number, schedule=config.schedule, peak=config.optimizer.lr, total=config.run.steps)
+        first, stop = self.curve
+        lr = learning_rate(number - first, schedule=config.schedule, peak=config.optimizer.lr, total=stop - first)
         if apply:
             self.progress("update", 0)
             with self.mesh.clock.during(COMPUTE):

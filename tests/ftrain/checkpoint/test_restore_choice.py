@@ -24,6 +24,7 @@ class OneArray:
     """An engine whose whole state is one matrix."""
 
     layout = "one"
+    phase = 0
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(SPEC.shape)
