@@ -283,7 +283,7 @@ def checkpoint(asked: Asked, **given: Any) -> None:
 @click.option("--rank", type=int, default=-1, help="The rank to explain.")
 @click.option("--place", default="", metavar="STAGE,CARD,REPLICA", help="The same by place, counted from 0.")
 @click.option("--step", type=int, default=0, help="The step whose samples are shown.")
-@click.option("--topic", type=click.Choice(["tp", "dp", "zero1"]), help="A worked example instead of a rank.")
+@click.option("--topic", type=click.Choice(["tp", "dp", "zero1", "ep"]), help="A worked example instead of a rank.")
 @click.option("--svg", default="", metavar="FILE", help="Write the picture: card, server, replica, cluster; or the topic's.")
 @click.option("--html", default="", metavar="FILE", help="The same as a page that names what is under the pointer.")
 def explain(asked: Asked, **given: Any) -> None:

@@ -81,7 +81,42 @@ def zero1() -> Section:
     )  # fmt: skip
 
 
-TOPICS: dict[str, Callable[[], Section]] = {"tp": tensor_parallel, "dp": data_parallel, "zero1": zero1}
+TOKENS = range(1, 9)
+CHOICES = ((0, 2), (2, 1), (1, 0), (3, 2), (0, 1), (2, 3), (3, 0), (1, 3))
+WEIGHTS = (Fraction(3, 4), Fraction(1, 4))
+EXPERT_CARDS = 2
+
+
+def expert_parallel() -> Section:
+    """Eight tokens and four experts on two cards: expert e makes (e + 1) x of x, each token asks two of them."""
+    rows = sorted((expert, place, which) for place, pair in enumerate(CHOICES) for which, expert in enumerate(pair))
+    made = {(place, which): (expert + 1) * TOKENS[place] for expert, place, which in rows}
+    combined = [sum(weight * made[place, which] for which, weight in enumerate(WEIGHTS)) for place in range(len(TOKENS))]
+    each = 4 // EXPERT_CARDS
+    sent = [[row for row in rows if row[0] // each == card] for card in range(EXPERT_CARDS)]
+    paths = ", ".join(f"{TOKENS[place]}: {first} {second}" for place, (first, second) in enumerate(CHOICES))
+    return Section(
+        title="Expert parallelism: eight tokens, four experts on two cards",
+        figures=(
+            said("ep_routed", "the router's choice", text=paths,
+                 why=why("the two likeliest of four, weights 3/4 and 1/4", DOC_A)),
+            *(said(f"ep_sent_{card}", f"sent to card {'AB'[card]}, sorted by expert",
+                   text=" ".join(f"{TOKENS[place]}>{expert}" for expert, place, _ in sent[card]),
+                   why=why(f"token>expert, experts {card * each} and {card * each + 1}", DOC_A))
+              for card in range(EXPERT_CARDS)),
+            *(said(f"ep_made_{card}", f"what card {'AB'[card]} made of them, in that order",
+                   text=" ".join(str(made[place, which]) for _, place, which in sent[card]), why=why("(e + 1) x", DOC_A))
+              for card in range(EXPERT_CARDS)),
+            said("ep_combined", "back, in the tokens' own order", text=" ".join(decimal(value) for value in combined),
+                 why=why("3/4 of the first + 1/4 of the second", DOC_A)),
+            number("ep_rows", "rows computed", value=len(rows), why=why("tokens x experts per token", DOC_A)),
+        ),
+        notes=("a drawing follows one path of a token; it takes as many as it has experts (model.experts_per_token)",
+               "which cards these are is no new factor: they are neighbours of DP x CP, replicas of everything but experts"),
+    )  # fmt: skip
+
+
+TOPICS: dict[str, Callable[[], Section]] = {"tp": tensor_parallel, "dp": data_parallel, "zero1": zero1, "ep": expert_parallel}
 
 
 def answer(topic: str) -> Answer:

@@ -24,6 +24,7 @@ A = "configs/dense-500b.toml --hardware b200 --params 500e9"
 B = "configs/llama3-405b.toml --hardware h100"
 B405 = f"{B} --params 405e9"
 DP_ONLY = "--set parallel.tp=1 --set parallel.pp=1 --set batch.global_batch=5120"
+EXPERTS = "configs/mixtral-8x7b.toml --hardware h100"
 SMALL = "configs/llama3-8b.toml --hardware h100"
 TINY_CP = "--set parallel.cp=2 --set data.seq_len=8"
 DOCS = "docs/planner.md"
@@ -69,7 +70,7 @@ ROWS: dict[int, tuple[str, str]] = {
     37: ("Context parallelism: CP2 makes DP40", f"plan memory {A} --set parallel.cp=2"),
     38: ("Dynamic CP at equal valid tokens", f"plan simulate {SMALL} {TINY_CP} --lengths 4:2,8:1"),
     39: ("Loss by valid tokens", ""),
-    40: ("Expert parallelism, not used for the dense plan", ""),
+    40: ("Expert parallelism, not used for the dense plan", f"plan explain {A} --topic ep"),
     41: ("Activation recompute", "compare RUN_A RUN_B"),
     42: ("Launch: 640 nodes x 8, DP80 inferred from 5,120 processes", f"plan memory {A}"),
     43: ("Rank relations: 7 TP peers, stages before and after, 79 DP peers", f"plan explain {A} --place 3,2,0"),
@@ -100,7 +101,7 @@ ROWS: dict[int, tuple[str, str]] = {
     68: ("Interleaved: (p-1)/(V m) of compute, not of total", f"plan schedule {B} --schedule interleaved --chunks 2"),
     69: ("4D layouts: DP 128, and 8 in the long phase", f"plan memory {B} --set parallel.cp=16 --set data.seq_len=131072"),
     70: ("Nesting order", f"plan traffic {B} --set 'parallel.order=[\"dp\",\"tp\",\"cp\",\"pp\"]'"),
-    71: ("EP is not used by the dense model", ""),
+    71: ("EP is a fifth cut, not used by the dense model, and no factor of the ranks", f"plan memory {EXPERTS}"),
     72: ("MFU with its peak", f"plan time {B} --achieved 400"),
     73: ("Why 43 becomes 41", f"plan time {B} --set parallel.ranks=8192 --against parallel.ranks=16384"),
     74: ("Interruptions: 466 = 47 + 419; 2.78 h, 3.09 h", f"plan checkpoint {B}"),

@@ -457,5 +457,23 @@ def test_row_81_out_of_scope_is_said() -> None:
     assert "## Out of scope" in words(DOCS)
 
 
+def test_row_40_eight_tokens_go_to_their_experts_and_come_back_in_order() -> None:
+    reply = row(40)
+    routed = [part.split(": ") for part in reply.text("ep_routed").split(", ")]
+    choices = {int(token): [int(expert) for expert in experts.split()] for token, experts in routed}
+    assert list(choices) == list(range(1, 9))
+    sent = [[word.split(">") for word in reply.text(f"ep_sent_{card}").split()] for card in (0, 1)]
+    assert [sorted({int(expert) for _, expert in rows}) for rows in sent] == [[0, 1], [2, 3]]
+    assert sum(map(len, sent)) == reply.value("ep_rows") == 16
+    made = [reply.text(f"ep_made_{card}").split() for card in (0, 1)]
+    assert made == [[str((int(expert) + 1) * int(token)) for token, expert in rows] for rows in sent]
+    wanted = [0.75 * (first + 1) * token + 0.25 * (second + 1) * token for token, (first, second) in choices.items()]
+    assert [float(value) for value in reply.text("ep_combined").split()] == wanted
+    assert "one path of a token" in reply.said
+
+
 def test_row_71_ep_is_no_factor_of_the_layout() -> None:
     assert "EP" not in ask(f"plan memory {B405}").text("layout")
+    experts = row(71)
+    assert experts.text("layout") == "TP1 x CP1 x DP32 x PP4 = 128 (EP8 inside DP x CP)"
+    assert experts.value("replicas") * experts.value("replica_cards") == 128

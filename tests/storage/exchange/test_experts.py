@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from ftrain.compose.exchange import export, import_run
 from ftrain.config import Model
 from ftrain.model.names import family
+from ftrain.model.transformer import Transformer
+from ftrain.parallel.optimizer import View
 from storage.box import Box
 from storage.errors import ConfigurationError, CoverageError
 from storage.exchange.tensor import Tensor, index, stack
@@ -53,6 +55,21 @@ def test_transformers_finds_every_weight_in_its_place(tmp_path: Path, model: Mod
     assert np.array_equal(mlp.experts.down_proj.detach().numpy(), state["master/layers.1.moe.w2"])
     assert np.array_equal(mlp.gate.weight.detach().numpy(), state["master/layers.1.moe.router"])
     assert (theirs.config.num_local_experts, theirs.config.num_experts_per_tok) == (4, 2)
+
+
+@BOTH
+def test_transformers_computes_what_our_model_computes(tmp_path: Path, model: Model) -> None:
+    run, state = save_model(MemoryStore(f"experts-logits-{family(model)}"), model)
+    export(run.open(), "safetensors", LocalStore(tmp_path), dtype="float32")
+    theirs, _ = opened(tmp_path)
+    tokens = torch.arange(24).reshape(2, 12) % model.vocab
+    ours = Transformer(model, dtype=torch.float32)
+    masters = {n.removeprefix("master/"): torch.from_numpy(v) for n, v in state.items() if n.startswith("master/")}
+    ours.place({name: View(value, torch.zeros_like(value)) for name, value in masters.items()})
+    with torch.no_grad():
+        wanted, found = theirs(tokens).logits, ours.logits(ours(tokens))
+    assert wanted.std() > 0.01
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_files_have_the_published_names_and_shapes(tmp_path: Path) -> None:
