@@ -92,7 +92,7 @@ def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in held.values() if isinstance(value, torch.Tensor))
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[str, int]:
-    """Which memory a tensor's values lie in."""
+def memory_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Which memory a tensor's values lie in: device, address and bytes. Two tensors of one storage are two memories."""
     local = local_of(tensor)
-    return str(local.device), local.untyped_storage().data_ptr()
+    return str(local.device), local.data_ptr(), local.nbytes

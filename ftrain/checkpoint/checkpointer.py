@@ -191,8 +191,10 @@ class Checkpointer:
         """Fill a slot, or begin to, and say so."""
         assert self._plan is not None
         self._newest, self._saved_any = step, True
-        name = slots.fill(self._plan.pieces(holdings_of(flat)), step, later)
-        self._copying = (name, step) if later is not None else None
+        holdings = holdings_of(flat)
+        put_off = [later is not None and later(holdings[index].leaf.tensor) for index, _ in self._plan.parts]
+        name = slots.fill(self._plan.pieces(holdings), step, put_off)
+        self._copying = (name, step) if any(put_off) else None
         self._link().saved(name, step, msgspec.json.encode(flat.record))
 
     def wait_copied(self) -> float:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_name, slot_nbytes
-from ftrain.checkpoint.beside import Later
 from ftrain.checkpoint.copy import CopyPair, CopyRun, copy_pairs, copy_runs, run_copy
 from ftrain.checkpoint.saver import free_slot
 from ftrain.checkpoint.script_messages import KeeperStart
@@ -70,15 +69,15 @@ class ScriptSlots:
             time.sleep(POLL_S)
         return True
 
-    def fill(self, pieces: Sequence[StatePiece], step: int, later: Later | None = None) -> str:
-        """Copy the pieces into a free slot and publish it; returns its name. Pieces for which `later` is true are still being
-        copied then, until `finish`, and the slot completes itself.
+    def fill(self, pieces: Sequence[StatePiece], step: int, put_off: Sequence[bool]) -> str:
+        """Copy the pieces into a free slot and publish it; returns its name. Pieces that are `put_off` are still being copied
+        then, until `finish`, and the slot completes itself.
         """
         index = free_slot([slot.header() for slot in self._slots])
         assert index is not None, "wait_free comes first"
         assert self._copying is None, "finish comes first"
         slot, start = self._slots[index], self._start
-        copies = self._copies_of(index, pieces, later)
+        copies = self._copies_of(index, pieces, put_off)
         slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
         run_copy(copies.now)
         if copies.later:
@@ -94,9 +93,8 @@ class ScriptSlots:
         copying, self._copying = self._copying, None
         return "" if copying is None else copying.result()
 
-    def _copies_of(self, index: int, pieces: Sequence[StatePiece], later: Later | None) -> Copies:
+    def _copies_of(self, index: int, pieces: Sequence[StatePiece], put_off: Sequence[bool]) -> Copies:
         """The views to copy between: as the last time, unless a tensor lies elsewhere now."""
-        put_off = [later is not None and later(piece.tensor) for piece in pieces]
         where = tuple((piece.tensor.data_ptr(), off) for piece, off in zip(pieces, put_off, strict=True))
         known = self._copies[index]
         if known is None or known.where != where:
