@@ -184,8 +184,16 @@ class LocalStore(ObjectStore):
             folder = folder.parent
         for path in reversed(missing):
             with suppress(FileExistsError):
-                path.mkdir(_FOLDER_MODE)
+                self._make_folder(path)
             _sync_folder(path.parent)
+
+    @staticmethod
+    def _make_folder(path: Path) -> None:
+        """Make one folder below one that is there. A file system such as /proc, which knows no new names, says "not there"."""
+        try:
+            path.mkdir(_FOLDER_MODE)
+        except FileNotFoundError as error:
+            raise PermissionError(errno.EACCES, "no folder can be made there", str(path)) from error
 
     @contextmanager
     def _unfinished(self, folder: Path) -> Iterator[tuple[int, Path]]:

@@ -128,7 +128,8 @@ class RunStore:
             if step is not None and passed.error is not None:
                 raise passed.error
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        reasons = passed.sentences() or ["nothing is there"]
+        others = sorted({folder.step for folder, _ in catalog.newest_first()})
+        reasons = passed.sentences() or [f"there are {', '.join(map(str, others[-8:]))}" if others else "nothing is there"]
         raise NoCheckpoint(f"{self.store.url} has {what} to load ({'; '.join(reasons)})", candidates=reasons)
 
     def _open_folder(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.units import format_bytes
@@ -191,6 +192,8 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     from storage.run import RunStore
 
     with opened(url) as run:
+        if not run.checkpoints():
+            render.fail(f"{url}: no checkpoint is there.{meant(url)}", ExitCode.USAGE)
         policies, grace = _rules(run, keep)
         grace = grace if grace_s is None else grace_s
         if not policies:

@@ -5,11 +5,17 @@ ftrain compare runs/plain runs/overlapped
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from ftrain.view.record import Recorded
 
 
 @click.command()
@@ -27,15 +33,34 @@ def compare(run_a: str, run_b: str, as_json: bool) -> None:
     """
     from ftrain.view.compare import compare as make
     from ftrain.view.compare import lines
-    from ftrain.view.record import read
-    from recovery.report import ReportError
 
     with told():
-        try:
-            found = make(read(run_a), read(run_b))
-        except (ReportError, ValueError) as error:
-            render.fail(f"{run_a}, {run_b}: {error}", ExitCode.USAGE)
+        a, b = _read(run_a), _read(run_b)
+        found = make(a, b, identities=(_identity(run_a), _identity(run_b)))
     if as_json:
         render.json(found.as_dict())
     else:
         render.data("\n".join(lines(found)))
+
+
+def _read(url: str) -> Recorded:
+    """One of the two; leaves with a sentence that says which of them cannot be compared."""
+    from ftrain.view.record import read
+    from recovery.report import ReportError
+
+    try:
+        return read(url)
+    except ReportError as error:
+        render.fail(f"{url}: {error}.{meant(url)}", ExitCode.USAGE)
+
+
+def _identity(url: str) -> str:
+    """Of the corpora of a run, as its newest checkpoint recorded it; empty where there is none to ask."""
+    from ftrain.compose.stores import opened_run
+    from storage.errors import StorageError
+
+    try:
+        with opened_run(url) as run:
+            return str(run.open().progress.get("data", ""))
+    except StorageError:
+        return ""

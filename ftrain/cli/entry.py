@@ -11,9 +11,11 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+
+from recovery.codes import ExitCode
 
 COMMANDS: Mapping[str, str] = {
     "run": "ftrain.cli.run:run",
@@ -85,7 +87,31 @@ def main(argv: list[str] | None = None) -> Any:
     if not sys.flags.safe_path:
         arguments = sys.argv[1:] if argv is None else argv
         os.execv(sys.executable, [sys.executable, "-P", "-m", "ftrain.cli.entry", *arguments])
-    return cli(args=argv, prog_name="ftrain")
+    try:
+        return cli(args=argv, prog_name="ftrain")
+    except OSError as error:
+        _say(f"{error.filename or 'the system'}: {error.strerror or error}", ExitCode.STORAGE)
+    except Exception as error:
+        _say(f"this is a fault of ftrain, not yours: {type(error).__name__}: {error}\n{_kept()}", 1)
+
+
+def _kept() -> str:
+    """Where the traceback of what is being handled went: nobody should have to read it, and whoever repairs it needs it."""
+    import tempfile
+    import traceback
+
+    text = traceback.format_exc()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="ftrain-", suffix=".txt", delete=False) as file:
+            file.write(f"{sys.argv}\n{text}")
+    except OSError:
+        return text
+    return f"what happened stands in {file.name}; please report it together with the command"
+
+
+def _say(text: str, code: int) -> NoReturn:
+    click.secho(text, err=True, fg="red")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
@@ -25,7 +26,7 @@ def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
         try:
             return request(folder, kind, args)
         except NotRunningError as error:
-            render.fail(f"{run_url}: {_not_running(run_url, local_dir) or error}", ExitCode.USAGE)
+            render.fail(f"{run_url}: {_not_running(run_url, local_dir) or f'{error}.{meant(run_url)}'}", ExitCode.USAGE)
         except ValueError as error:
             render.fail(f"{run_url}: {error}", ExitCode.USAGE)
 

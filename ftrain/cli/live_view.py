@@ -45,6 +45,11 @@ class LiveView:
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
             self._live.start()
 
+    @property
+    def live(self) -> bool:
+        """Whether there is a terminal, on which somebody watches."""
+        return self._live is not None
+
     def tick(self) -> None:
         """Show what is new."""
         for event in self._tail.new():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
@@ -48,11 +49,13 @@ def metrics(run_url: str, tensorboard: str, wandb: str, follow: bool, local_dir:
         events = source(run_url, local_dir)
         first = events()
     if not first:
-        render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
+        render.fail(no_run(run_url), ExitCode.USAGE)
     try:
         sinks = _sinks(tensorboard, wandb, run_url)
     except MissingExtraError as error:
         render.fail(str(error), ExitCode.USAGE)
+    except OSError as error:
+        render.fail(f"{error.filename or tensorboard}: cannot be written ({error.strerror})", ExitCode.USAGE)
     lines = _lines(local_dir_of(absolute_url(run_url), local_dir) / "metrics.jsonl")
     pumps = [Pump(sink) for sink in sinks]
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ftrain.cli import render
+from ftrain.cli.types import COUNT, POSITIVE, Finite
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ _COMMON: tuple[Callable[[F], F], ...] = (
     click.option(
         "--hardware", default="", metavar="NAME", help="h100, h200, b200, a100, laptop, or a .toml file; else machine.hardware."
     ),
-    click.option("--peak", type=float, default=0, metavar="TFLOPS", help="Dense peak of a rank, where the profile names none."),
-    click.option("--params", type=float, default=0, metavar="N", help="A round parameter count for the ideal rows."),
+    click.option("--peak", type=POSITIVE, default=0, metavar="TFLOPS", help="Dense peak of a rank, if the profile has none."),
+    click.option("--params", type=POSITIVE, default=0, metavar="N", help="A round parameter count for the ideal rows."),
     click.option("--schedule", default="", help="gpipe, 1f1b, interleaved, zb-h1, zb-v; else the config's."),
-    click.option("--chunks", type=int, default=0, help="Virtual stages of a rank (interleaved); else the config's."),
+    click.option("--chunks", type=COUNT, default=0, help="Virtual stages of a rank (interleaved); else the config's."),
     click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="Else the config's."),
     click.option("--sharding", type=click.Choice(["zero1", "fsdp", "hsdp", "hfsdp"]), help="Else the config's."),
-    click.option("--inner", type=int, default=0, help="hsdp, hfsdp: members of an inner group; else the config's."),
+    click.option("--inner", type=COUNT, default=0, help="hsdp, hfsdp: members of an inner group; else the config's."),
     click.option("--overlap", is_flag=True, help="Hide DP communication behind compute."),
     click.option("--json", "as_json", is_flag=True, help="Print as JSON."),
     click.option("--explain", is_flag=True, help="Print formula, inputs and source of every number."),
@@ -180,8 +181,8 @@ def memory(asked: Asked) -> None:
 
 @plan.command()
 @common
-@click.option("--stages", type=int, default=0, help="Another number of stages than the config's.")
-@click.option("--microbatches", type=int, default=0, help="Another number of micro-batches.")
+@click.option("--stages", type=COUNT, default=0, help="Another number of stages than the config's.")
+@click.option("--microbatches", type=COUNT, default=0, help="Another number of micro-batches.")
 @click.option("--svg", default="", metavar="FILE", help="Write the chart as SVG.")
 @click.option("--perfetto", default="", metavar="FILE", help="Write the chart for ui.perfetto.dev.")
 def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: str) -> None:
@@ -210,8 +211,8 @@ def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: s
 
 @plan.command()
 @common
-@click.option("--ring", type=int, default=0, metavar="N", help="Members of the ring to explain.")
-@click.option("--size", type=float, default=0, metavar="BYTES", help="Buffer of that ring.")
+@click.option("--ring", type=COUNT, default=0, metavar="N", help="Members of the ring to explain.")
+@click.option("--size", type=POSITIVE, default=0, metavar="BYTES", help="Buffer of that ring.")
 def traffic(asked: Asked, ring: int, size: float) -> None:
     """Bytes that each group sends, the slowest link on its way, and the time at best.
 
@@ -226,11 +227,11 @@ def traffic(asked: Asked, ring: int, size: float) -> None:
 
 @plan.command()
 @common
-@click.option("--tokens", type=float, default=0, metavar="D", help="Tokens of the run, instead of steps x batch.")
-@click.option("--flops", type=float, default=0, help="Operations of the run, instead of 6 N D.")
-@click.option("--achieved", type=float, default=0, metavar="TFLOPS", help="TFLOP/s of a GPU, for the plain arithmetic.")
-@click.option("--effective", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the time that counts.")
-@click.option("--replicas", type=int, default=0, help="Check a number of replicas somebody multiplied by.")
+@click.option("--tokens", type=POSITIVE, default=0, metavar="D", help="Tokens of the run, instead of steps x batch.")
+@click.option("--flops", type=POSITIVE, default=0, help="Operations of the run, instead of 6 N D.")
+@click.option("--achieved", type=POSITIVE, default=0, metavar="TFLOPS", help="TFLOP/s of a GPU, for the plain arithmetic.")
+@click.option("--effective", type=Finite(0, 1, min_open=True), default=1.0, help="Share of the time that counts.")
+@click.option("--replicas", type=COUNT, default=0, help="Check a number of replicas somebody multiplied by.")
 @click.option("--against", multiple=True, metavar="A.B=V", help="Predict the step under these overrides beside it.")
 def time(asked: Asked, against: tuple[str, ...], achieved: float, **given: Any) -> None:
     """Operations, tokens per update, days, MFU with its peak and convention.
@@ -252,12 +253,12 @@ def time(asked: Asked, against: tuple[str, ...], achieved: float, **given: Any) 
 
 @plan.command()
 @common
-@click.option("--stall", type=float, default=0.0, metavar="S", help="Seconds a save blocks training; 0: the copy to memory.")
-@click.option("--restart", type=float, default=600.0, metavar="S", help="Seconds from failure to the first step again.")
-@click.option("--rate", type=float, default=0.0, help="Interruptions per 1,000 node-days; 0: from --failures.")
+@click.option("--stall", type=POSITIVE, default=0.0, metavar="S", help="Seconds a save blocks training; 0: the copy to memory.")
+@click.option("--restart", type=POSITIVE, default=600.0, metavar="S", help="Seconds from failure to the first step again.")
+@click.option("--rate", type=POSITIVE, default=0.0, help="Interruptions per 1,000 node-days; 0: from --failures.")
 @click.option("--failures", default="llama3", help="Table of causes: a name that ships, or a .toml file.", show_default=True)
-@click.option("--store-gb-s", type=float, default=0.0, help="Bandwidth of the whole store; 0: unknown.")
-@click.option("--left", type=float, default=0.0, metavar="S", help="Seconds until the job is ended: would a save still fit?")
+@click.option("--store-gb-s", type=POSITIVE, default=0.0, help="Bandwidth of the whole store; 0: unknown.")
+@click.option("--left", type=POSITIVE, default=0.0, metavar="S", help="Seconds until the job is ended: would a save still fit?")
 def checkpoint(asked: Asked, **given: Any) -> None:
     """Size, writers, requests and cost of a checkpoint; stall, interval and effective time.
 
@@ -280,9 +281,9 @@ def checkpoint(asked: Asked, **given: Any) -> None:
 
 @plan.command()
 @common
-@click.option("--rank", type=int, default=-1, help="The rank to explain.")
+@click.option("--rank", type=COUNT, default=0, help="The rank to explain.")
 @click.option("--place", default="", metavar="STAGE,CARD,REPLICA", help="The same by place, counted from 0.")
-@click.option("--step", type=int, default=0, help="The step whose samples are shown.")
+@click.option("--step", type=COUNT, default=0, help="The step whose samples are shown.")
 @click.option("--topic", type=click.Choice(["tp", "dp", "zero1", "ep"]), help="A worked example instead of a rank.")
 @click.option("--svg", default="", metavar="FILE", help="Write the picture: card, server, replica, cluster; or the topic's.")
 @click.option("--html", default="", metavar="FILE", help="The same as a page that names what is under the pointer.")
@@ -302,7 +303,7 @@ def explain(asked: Asked, **given: Any) -> None:
             _write(given["svg"], draw.zero1())
         show(asked, worked.answer(given["topic"]))
         return
-    rank = max(0, given["rank"])
+    rank = given["rank"]
     if given["place"]:
         stage, card, replica = _place(given["place"])
         rank = planner.find_rank(setup, stage=stage, card=card, replica=replica)
@@ -341,11 +342,11 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 
 @plan.command()
 @common
-@click.option("--days", type=click.FloatRange(0, min_open=True), default=54.0, help="Length of the run.", show_default=True)
+@click.option("--days", type=Finite(0, min_open=True), default=54.0, help="Length of the run.", show_default=True)
 @click.option("--seed", type=int, default=0, help="Of the drawn failures.")
 @click.option("--failures", default="llama3", help="Table of causes: a name that ships, or a .toml file.", show_default=True)
-@click.option("--rate", type=float, default=0.0, help="Interruptions per 1,000 node-days; 0: the table's.")
-@click.option("--stragglers", type=float, default=0.0, help="Slow machines per 1,000 node-days.")
+@click.option("--rate", type=POSITIVE, default=0.0, help="Interruptions per 1,000 node-days; 0: the table's.")
+@click.option("--stragglers", type=POSITIVE, default=0.0, help="Slow machines per 1,000 node-days.")
 @click.option("--trace", default="", metavar="FILE", help="Replay a trace or a ledger instead.")
 @click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Times and counts; the answer lists them.")
 @click.option("--policies", is_flag=True, help="Also answer the same failures in other ways.")
@@ -377,14 +378,16 @@ def _recovery_of(url: str) -> tuple[str, ...]:
     from ftrain.cli.problems import told
     from ftrain.view.record import read
     from ftrain.view.recovery import assumptions
+    from recovery.report import ReportError
 
     with told():
-        run = read(url)
+        try:
+            run = read(url)
+        except ReportError as error:
+            raise ValueError(f"--measured {url}: {error}") from error
     found = assumptions(run)
     if not found:
-        raise ValueError(
-            f"--measured {url}: that run recovered from nothing and saved nothing, so there is nothing to take over"
-        )
+        raise ValueError(f"--measured {url}: that run recovered from nothing and saved nothing: there is nothing to take over")
     ranks = max(row.ranks for row in run.report.attempts)
     times = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
     render.note(f"measured on {ranks} ranks: {times}; more ranks need longer")

@@ -28,7 +28,7 @@ stderr; `--json` wherever something is printed.
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, _codes(), *(part for path, command in _walk(cli, ()) for part in _section(path, command))]) + "\n"
+    return "\n".join([_HEAD, _codes(), *(part for path, command in walk(cli, ()) for part in _section(path, command))]) + "\n"
 
 
 def _codes() -> str:
@@ -46,14 +46,14 @@ def _codes() -> str:
     return f"## Exit codes\n\n| code | meaning |\n|---|---|\n{rows}\n"
 
 
-def _walk(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def walk(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command that does something, depth first, in the order of the help."""
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             assert inner is not None
-            yield from _walk(inner, (*path, name))
+            yield from walk(inner, (*path, name))
     else:
         yield path, command
 

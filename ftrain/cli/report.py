@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import no_run
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
@@ -44,16 +45,25 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
     with told():
         events = read_ledger(run_url, local_dir)
         if not events:
-            render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
+            render.fail(no_run(run_url), ExitCode.USAGE)
         folder = local_dir_of(absolute_url(run_url), local_dir)
         try:
             if attempt is not None:
+                _require_attempt(run_url, events, attempt)
                 told_lines = explain(events, attempt)
                 render.json({"attempt": attempt, "story": told_lines}) if as_json else render.data("\n".join(told_lines))
                 return
             _whole(run_url, events, folder, html=html, as_json=as_json)
         except ReportError as error:
             render.fail(str(error), ExitCode.DAMAGED)
+
+
+def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None:
+    """Leaves with a sentence if the run had no such attempt."""
+    last = max((event.attempt for event in events), default=-1)
+    if not 0 <= attempt <= last:
+        there = "none" if last < 0 else "0" if last == 0 else f"0 to {last}"
+        render.fail(f"{run_url}: there is no attempt {attempt}; attempts: {there}", ExitCode.USAGE)
 
 
 def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_json: bool) -> None:

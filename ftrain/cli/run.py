@@ -45,6 +45,8 @@ def run(
     """
     from ftrain.load import load
 
+    if as_json and not dry_run:
+        raise click.UsageError("--json prints what --dry-run shows: give both, or see `ftrain report RUN --json`")
     with told():
         config = load(config_path, overrides)
         if dry_run:
@@ -103,7 +105,9 @@ def run_supervised(folder: Path) -> int:
             nodes.tick()
 
     try:
-        code = supervise(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick)
+        code = supervise(
+            coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick, tick_s=0.2 if view.live else 1.0
+        )
     finally:
         view.close()
         if nodes is not None:

@@ -5,6 +5,8 @@ ftrain sample runs/demo@150 --prompt "def "
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ftrain.cli import render
@@ -18,8 +20,9 @@ from ftrain.cli.run import split_step
 @click.option("--tokens", type=click.IntRange(1, 4096), default=100, show_default=True, help="How many tokens to add.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0: always the likeliest token.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice.")
+@click.option("--tokenizer", default="", metavar="FILE", help="Else the model's own; of an import, the one beside its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def sample(url: str, prompt: str, tokens: int, temperature: float, seed: int, as_json: bool) -> None:
+def sample(url: str, prompt: str, as_json: bool, **given: Any) -> None:
     """Continue a prompt with the weights of a checkpoint (the newest of URL, unless @STEP says which).
 
     \b
@@ -30,7 +33,7 @@ def sample(url: str, prompt: str, tokens: int, temperature: float, seed: int, as
 
     base, step = split_step(url)
     with told():
-        text = sample_text(base, step=step, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed)
+        text = sample_text(base, step=step, prompt=prompt, **given)
     if as_json:
         render.json({"prompt": prompt, "text": text})
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
 from ftrain.cli.live_view import Speed, sentence
 from ftrain.cli.problems import told
@@ -67,7 +68,7 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
         screen = Screen()
         screen.add(look())
     if not screen.has_begun:
-        render.fail(f"{run_url}: no ledger of a run is there; RUN is the run.url of a config", ExitCode.USAGE)
+        render.fail(no_run(run_url), ExitCode.USAGE)
     console = Console()
     if once or screen.is_over or not console.is_terminal:
         console.print(screen.picture())

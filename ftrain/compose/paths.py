@@ -37,4 +37,7 @@ def local_dir(config: Config) -> Path:
 
 def absolute_url(url: str) -> str:
     """A run's URL as every process must see it: local paths made absolute."""
-    return str(Path(url.removeprefix("file://")).expanduser().absolute()) if is_local(url) else url.rstrip("/")
+    if is_local(url):
+        return str(Path(url.removeprefix("file://")).expanduser().absolute())
+    scheme, _, place = url.partition("://")  # one without a place stays a URL, so that whoever opens it says what it lacks
+    return f"{scheme}://{place.rstrip('/')}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.stores import opened_run
 from ftrain.compose.weights import weights_of
-from ftrain.config import Config
+from ftrain.config import Config, Model
 from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
@@ -16,19 +19,74 @@ if TYPE_CHECKING:
     import torch
 
 
-def sample_text(url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """`prompt` and what the weights of a checkpoint add to it."""
+IMPORTED_WINDOW = 4096
+"""Tokens that an imported model looks back on, if its source did not say."""
+
+
+def sample_text(
+    url: str, *, step: int | None = None, prompt: str, tokens: int, temperature: float, seed: int, tokenizer: str = ""
+) -> str:
+    """`prompt` and what the weights of a checkpoint add to it. `tokenizer`: another than the one it was trained with.
+
+    Raises RefusedError for an empty prompt, and where the tokenizer of an imported model is not known or not its own.
+    """
     from ftrain.data.tokenizer import load_tokenizer
     from ftrain.train.sample import generate
 
     with opened_run(url) as run:
         checkpoint = run.open(step)
-        config = config_of(checkpoint)
+        known = model_of(checkpoint)
+        words = load_tokenizer(tokenizer or _tokenizer(known))
+        if words.vocab > known.model.vocab:
+            raise RefusedError(
+                [f"the tokenizer has {words.vocab} tokens, the model {known.model.vocab}: it is another model's"]
+            )
+        start = [int(token) for token in words.encode(prompt)]
+        if not start:
+            raise RefusedError(["the prompt is empty: give --prompt at least one character to go on from"])
         weights = stored_weights(checkpoint)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    start = [int(token) for token in tokenizer.encode(prompt)]
-    stream = generate(weights, start, model=config.model, window=config.data.seq_len, temperature=temperature, seed=seed)
-    return tokenizer.decode([*start, *itertools.islice(stream, tokens)])
+    stream = generate(weights, start, model=known.model, window=known.seq_len, temperature=temperature, seed=seed)
+    return words.decode([*start, *itertools.islice(stream, tokens)])
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a checkpoint says of its model. An imported one has no tokenizer, and a `source` beside which there may be one."""
+
+    model: Model
+    seq_len: int
+    tokenizer: str = ""
+    source: str = ""
+
+
+def model_of(checkpoint: Checkpoint) -> Known:
+    """The model of a checkpoint, trained here or imported. Raises FormatError where it does not say which model it is."""
+    import msgspec
+
+    saved = checkpoint.progress.get("imported")
+    if saved is None or "config" in checkpoint.progress:
+        config = config_of(checkpoint)
+        return Known(config.model, config.data.seq_len, tokenizer=config.data.tokenizer)
+    try:
+        window = int(saved.get("seq_len") or IMPORTED_WINDOW)
+        return Known(msgspec.convert(saved["model"], Model), window, source=str(saved.get("source", "")))
+    except (KeyError, AttributeError, ValueError, TypeError, msgspec.ValidationError) as error:
+        raise FormatError(f"the checkpoint of step {checkpoint.step} does not say which model was imported: {error}") from error
+
+
+def _tokenizer(known: Known) -> str:
+    """The model's own tokenizer: of its config, bytes if it has just as many tokens, or the file beside the weights."""
+    from ftrain.data.tokenizer import load_tokenizer
+
+    beside = Path(known.source) / "tokenizer.json"
+    if known.tokenizer:
+        return known.tokenizer
+    if beside.is_file():
+        return str(beside)
+    if known.model.vocab == load_tokenizer("byte").vocab:
+        return "byte"
+    where = f"and no tokenizer.json in {known.source}: name the file (--tokenizer)"
+    raise RefusedError([f"an imported model of {known.model.vocab} tokens, {where}"])
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ several things differ at once, no gain is credited to any of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +80,18 @@ class Comparison:
 
 def side(run: Recorded) -> Side:
     """A run with its measurements and the planner's predictions."""
-    return Side(run=run, measured=measured(run), predicted=predict(run.config) if run.config else None)
+    try:
+        predicted = predict(run.config) if run.config else None
+    except ValueError:  # the planner refuses what ran: `ftrain plan` says why, and what was measured is compared all the same
+        predicted = None
+    return Side(run=run, measured=measured(run), predicted=predicted)
 
 
-def compare(a: Recorded, b: Recorded) -> Comparison:
-    """Lay two runs side by side."""
+def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", "")) -> Comparison:
+    """Lay two runs side by side. `identities`: of their corpora, as the checkpoints have them; empty where there is none."""
     one, two = side(a), side(b)
-    learnt = learning(a, b)
     differ = tuple(item for item in (changes(a.config, b.config) if a.config and b.config else ()) if item.path not in UNTOLD)
+    learnt = learning(a, b, corpora=_corpora(differ, identities))
     return Comparison(
         a=one,
         b=two,
@@ -95,6 +100,21 @@ def compare(a: Recorded, b: Recorded) -> Comparison:
         config=differ,
         suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ)),
     )
+
+
+CORPORA = ("data.sources", "data.tokenizer", "data.heldout_fraction")
+"""Fields that say which tokens there are to learn from."""
+
+
+def _corpora(differ: Iterable[Change], identities: tuple[str, str]) -> str:
+    """What says that the runs learn from different tokens. One path may hold two texts; an identity is of the content."""
+    fields = [item.path for item in differ if item.path.startswith(CORPORA)]
+    a, b = identities
+    if a and b and a != b:
+        return f"identities {a} and {b}" + (f"; {', '.join(fields)}" if fields else "; the paths are the same")
+    if a and a == b:  # other paths, the same tokens
+        fields = [path for path in fields if not path.startswith("data.sources")]
+    return ", ".join(fields)
 
 
 def _rows(a: Side, b: Side) -> list[Row]:
@@ -222,8 +242,9 @@ def _learnt(learnt: Learning) -> list[str]:
     if learnt.last_common_step:
         told.append(f"  at step {learnt.last_common_step}: {show(learnt.a_at_step, '')} and {show(learnt.b_at_step, '')}")
     if learnt.common_tokens:
+        material = "of different texts" if learnt.corpora else "the same material, whatever an update holds"
         told.append(
             f"  after {show(learnt.common_tokens, 'tokens')} tokens: {show(learnt.a_at_tokens, '')} and "
-            f"{show(learnt.b_at_tokens, '')} (the same material, whatever an update holds)"
+            f"{show(learnt.b_at_tokens, '')} ({material})"
         )
     return told

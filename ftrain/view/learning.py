@@ -32,17 +32,19 @@ class Learning(Struct, frozen=True, kw_only=True):
     common_tokens: int
     a_at_tokens: float | None
     b_at_tokens: float | None
+    corpora: str
+    """What tells that the runs learn from different texts; empty if nothing does."""
     is_rounding: bool
     """The same updates, and no loss differs by more than rounding."""
     verdict: str
 
 
-def learning(a: Recorded, b: Recorded) -> Learning:
-    """Compare two runs' losses."""
+def learning(a: Recorded, b: Recorded, *, corpora: str = "") -> Learning:
+    """Compare two runs' losses. `corpora`: what says that they learn from different texts, which no two losses survive."""
     losses = [{done.record.step: done.record.loss for done in run.steps} for run in (a, b)]
     common = sorted(losses[0].keys() & losses[1].keys())
     tokens = [run.tokens_by_step() for run in (a, b)]
-    same = bool(common) and all(_tokens(a, step) == _tokens(b, step) for step in (common[0], common[-1]))
+    same = bool(common) and not corpora and all(_tokens(a, step) == _tokens(b, step) for step in (common[0], common[-1]))
     gaps = {step: _gap(losses[0][step], losses[1][step]) for step in common}
     first = next((step for step, gap in gaps.items() if gap), None)
     least = min((max(found.values(), default=0) for found in tokens), default=0)
@@ -59,7 +61,8 @@ def learning(a: Recorded, b: Recorded) -> Learning:
         common_tokens=least,
         a_at_tokens=at[0],
         b_at_tokens=at[1],
-        verdict=_verdict(same, first, gaps),
+        corpora=corpora,
+        verdict=_other_texts(corpora) if corpora else _verdict(same, first, gaps),
         is_rounding=same and all(_relative(losses[0][step], losses[1][step]) <= ROUNDING for step in common),
     )
 
@@ -85,6 +88,13 @@ def _at(run: Recorded, tokens: dict[int, int], least: int) -> float | None:
         return None
     totals = [tokens[done.record.step] for done in run.steps]
     return run.steps[max(0, bisect_right(totals, least) - 1)].record.loss
+
+
+def _other_texts(corpora: str) -> str:
+    return (
+        f"the runs learn from different corpora ({corpora}): their losses are of different texts, and equal numbers of tokens"
+        " (targets that count) are not the same material. Nothing follows from a difference; evaluate both on one corpus"
+    )
 
 
 def _verdict(same: bool, first: int | None, gaps: dict[int, float]) -> str:

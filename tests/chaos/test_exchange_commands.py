@@ -31,6 +31,9 @@ def test_a_run_begins_with_what_was_imported(finished: TinyRun, tmp_path: Path) 
     commit = ftrain_json("ckpt", "import", "--from", "safetensors", out, imported)
     assert commit["step"] == 0
     assert ftrain("ckpt", "verify", imported).returncode == 0
+    told = ftrain_json("sample", imported, "--tokens", "5", "--temperature", "0")  # no config of a run, only the model's own
+    assert told["text"].startswith(told["prompt"])
+    assert told == ftrain_json("sample", finished.url, "--tokens", "5", "--temperature", "0")
     new = TinyRun(folder=tmp_path / "new", corpus="stdlib", steps=20, ranks=2)
     code, output = new.run("--from", imported)
     assert code == 0, output

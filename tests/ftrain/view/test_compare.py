@@ -76,6 +76,29 @@ def test_runs_of_other_models_get_no_verdict_on_speed() -> None:
     assert "do not train the same" in about(found, "speed").text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "identities", "differ"),
+    [
+        ((), ("", ""), False),
+        ((), ("aa", "aa"), False),
+        (('data.sources=[{path="elsewhere"}]',), ("aa", "aa"), False),  # another path, the same tokens
+        (('data.sources=[{path="elsewhere"}]',), ("", ""), True),
+        ((), ("aa", "bb"), True),  # the same path, another text
+        (("data.heldout_fraction=0.25",), ("", ""), True),
+    ],
+)
+def test_other_corpora_are_said_and_no_losses_are_compared(
+    overrides: tuple[str, ...], identities: tuple[str, str], differ: bool
+) -> None:
+    runs = [recorded("runs", plain(*more).events) for more in ((), overrides)]
+    found = compare(*runs, identities=identities)
+    assert bool(found.learning.corpora) is differ
+    assert found.learning.same_updates is not differ
+    text = "\n".join(lines(found))
+    assert ("different corpora" in text) is differ
+    assert ("the same material, whatever" in text) is not differ
+
+
 def test_scaling_is_judged_by_the_speed_of_a_rank() -> None:
     """Twice the ranks at 1.6 times the speed keep 80 %."""
     twice = Story(config("parallel.ranks=8")).start().steps(40, seconds=1 / 1.6)

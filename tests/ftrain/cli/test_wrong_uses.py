@@ -1,0 +1,180 @@
+"""Wrong uses of every command: a sentence that helps, the exit code of the contract, and never a traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ftrain.cli import entry
+from ftrain.cli.entry import COMMANDS, cli
+from ftrain.cli.reference import walk
+from ftrain.starter import Facts, text
+from recovery.codes import ExitCode
+from tests.ledgers import Story, config
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config, a run that has a ledger and no checkpoint, and nothing else."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / "my.toml").write_text(text(Facts(cores=1), url=str(folder / "runs/mine")))
+    Story(config()).start().steps(5).end().write(folder / "runs/mine")
+    return folder
+
+
+def use(place: Path, words: str) -> Result:
+    """One command, its paths relative to the folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return CliRunner().invoke(cli, words.split(), catch_exceptions=False)
+
+
+USES: dict[str, list[tuple[str, int, str]]] = {
+    "run": [
+        ("run nothere.toml", 3, "cannot be read"),
+        ("run my.toml --set run.stepz=3 --dry-run", 3, "did you mean `steps`"),
+        ("run my.toml --set run.url=s3:// --dry-run", 0, "s3://"),
+        ("run my.toml --set run.url=s3://", 5, "names no place"),
+        ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
+        ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
+        ("run my.toml --json", 2, "--dry-run"),
+    ],
+    "supervise": [("supervise", 2, "Missing argument"), ("supervise --nproc 0 -- true", 2, "x>=1")],
+    "status": [("status runs/mne", 2, "did you mean `runs/mine`"), ("status my.toml", 2, "It is a config; its run is")],
+    "save": [("save runs/nothing", 2, "no live run")],
+    "stop": [("stop runs/mine", 2, "the run is not running")],
+    "drain": [("drain runs/mine 0", 2, "the run is not running")],
+    "admit": [("admit runs/mine", 2, "Missing argument")],
+    "resize": [("resize runs/mine --ranks 0", 2, "x>=1")],
+    "join": [("join my.toml", 2, "is a file")],
+    "submit": [("submit my.toml", 2, "--slurm"), ("submit my.toml --slurm --dry-run", 3, "machine.ranks_per_node")],
+    "report": [
+        ("report runs/mne", 2, "did you mean `runs/mine`"),
+        ("report my.toml", 2, "It is a config"),
+        ("report runs/mine --attempt 7", 2, "attempts: 0"),
+        ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
+        ("report foo://x", 5, "Protocol not known"),
+    ],
+    "compare": [("compare runs/mine runs/mne", 2, "runs/mne: "), ("compare runs/mine", 2, "RUN_B")],
+    "watch": [("watch runs/mne --once", 2, "did you mean `runs/mine`")],
+    "metrics": [
+        ("metrics runs/mine", 2, "--tensorboard"),
+        ("metrics runs/nothing --tensorboard tb", 2, "no ledger"),
+        ("metrics runs/mine --tensorboard my.toml", 2, "cannot be written"),
+    ],
+    "ckpt cp": [("ckpt cp runs/mine@7 copy", 4, "no checkpoint of step 7")],
+    "ckpt diff": [("ckpt diff runs/mine runs/nothing", 4, "no checkpoint")],
+    "ckpt export": [
+        ("ckpt export runs/mine out", 2, "--to"),
+        ("ckpt export runs/mine@7 --to safetensors out", 4, "no checkpoint of step 7"),
+    ],
+    "ckpt gc": [
+        ("ckpt gc runs/mne --keep-last 1", 2, "did you mean `runs/mine`"),
+        ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
+    ],
+    "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
+    "ckpt import": [("ckpt import --from safetensors nothere runs/imported", 5, "config.json")],
+    "ckpt ls": [("ckpt ls", 2, "Missing argument")],
+    "ckpt show": [("ckpt show runs/mine@7", 4, "no checkpoint of step 7")],
+    "ckpt verify": [("ckpt verify runs/mine --sample 2", 2, "0<x<=1")],
+    "ckpt view": [("ckpt view runs/mine@7", 4, "no checkpoint of step 7")],
+    "sample": [("sample runs/mine", 4, "no checkpoint"), ("sample runs/mine --temperature -1", 2, "x>=0")],
+    "data inspect": [("data inspect nothere.toml", 3, "cannot be read"), ("data inspect my.toml --count 0", 2, "x>=1")],
+    "data prepare": [
+        ("data prepare nothere --out x", 3, "no such file"),
+        ("data prepare my.toml --out x --tokenizer words", 3, "tokenizer.json"),
+    ],
+    "plan checkpoint": [
+        ("plan checkpoint my.toml --stall -1", 2, "x>=0"),
+        ("plan checkpoint my.toml --rate -2", 2, "x>=0"),
+        ("plan checkpoint my.toml --failures nope", 3, "llama3"),
+    ],
+    "plan explain": [
+        ("plan explain my.toml --rank 99", 3, "ranks 0 to"),
+        ("plan explain my.toml --rank -9", 2, "x>=0"),
+        ("plan explain my.toml --place 1,2", 3, "STAGE,CARD,REPLICA"),
+    ],
+    "plan memory": [
+        ("plan memory my.toml --hardware h10", 3, "h100"),
+        ("plan memory my.toml --params nan", 2, "no number"),
+        ("plan memory my.toml --peak -1", 2, "x>=0"),
+        ("plan memory my.toml --hardware my.toml", 3, "hardware profile my.toml"),
+    ],
+    "plan schedule": [("plan schedule my.toml --stages -3", 2, "x>=0"), ("plan schedule my.toml --svg nodir/x", 3, "written")],
+    "plan search": [("plan search my.toml --top 0", 2, "x>=1"), ("plan search my.toml", 3, "--peak")],
+    "plan simulate": [
+        ("plan simulate my.toml --days inf", 2, "no number"),
+        ("plan simulate my.toml --assume foo=1", 3, "there is no 'foo'"),
+        ("plan simulate my.toml --measured runs/nothing", 3, "runs/nothing"),
+    ],
+    "plan time": [
+        ("plan time my.toml --tokens -1", 2, "x>=0"),
+        ("plan time my.toml --against parallel.ppp=2", 3, "did you mean"),
+    ],
+    "plan traffic": [("plan traffic my.toml --size -5", 2, "x>=0")],
+    "certify": [("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"), ("certify my.toml --layouts tp", 3, "whole number")],
+    "classify": [("classify nothere", 2, "does not exist")],
+    "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],
+    "drill": [("drill my.toml --faults kll", 2, "kill"), ("drill my.toml --minutes 0", 2, "x>=0.1")],
+    "init": [("init my.toml", 2, "there already"), ("init nodir/x.toml", 2, "cannot be written")],
+    "completion": [("completion fishy", 2, "'bash', 'zsh', 'fish'")],
+}
+
+
+def test_every_command_has_a_wrong_use() -> None:
+    """A command that is added is added here."""
+    assert {" ".join(path) for path, _ in walk(cli, ())} == set(USES)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"), [use for uses in USES.values() for use in uses], ids=lambda it: str(it)[:50]
+)
+def test_a_wrong_use_is_answered_in_words(place: Path, words: str, code: int, said: str) -> None:
+    done = use(place, words)
+    assert done.exit_code == code, done.output
+    assert said in done.output, done.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_half_typed_command_is_recognised(place: Path, name: str) -> None:
+    done = use(place, name[:-1])
+    assert done.exit_code == 2
+    assert "Did you mean" in done.output
+
+
+def test_a_fault_of_ours_keeps_its_traceback_out_of_sight(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an exception that no command expects a sentence is told; the rest is in a file."""
+
+    def broken(**given: object) -> None:
+        raise KeyError("config")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "cli", broken)
+        patch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
+        with pytest.raises(SystemExit) as left:
+            entry.main(["status", "runs/mine"])
+    said = capsys.readouterr().err
+    assert left.value.code == 1
+    assert "Traceback" not in said
+    kept = re.search(r"stands in (\S+);", said)
+    assert kept
+    assert "Traceback" in Path(kept[1]).read_text()
+    Path(kept[1]).unlink()
+
+
+def test_a_path_that_cannot_be_used_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    def denied(**given: object) -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "cli", denied)
+        patch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
+        with pytest.raises(SystemExit) as left:
+            entry.main([])
+    assert left.value.code == ExitCode.STORAGE
+    assert capsys.readouterr().err == "/somewhere: Permission denied\n"
