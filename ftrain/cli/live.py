@@ -64,12 +64,13 @@ def status(run_url: str, local_dir: str, as_json: bool) -> None:
     Example:
       ftrain status runs/demo
     """
+    from ftrain.cli.status_text import lines
+
     facts = ask(run_url, local_dir, "status")
     if as_json:
         render.json(facts)
         return
-    for key, value in facts.items():
-        render.data(f"{key:16} {value}")
+    render.data("\n".join(lines(facts, run_url)))
 
 
 @click.command()
