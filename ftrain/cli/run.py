@@ -55,6 +55,7 @@ def run(
             show_plan(config, as_json=as_json)
             check_data(config)
             return
+        from ftrain.compose import standing
         from ftrain.compose.checks import before_start
         from ftrain.compose.launch import prepare
 
@@ -67,7 +68,11 @@ def run(
         )
         if origin and not launched_from(folder):
             render.note(f"--from has no effect: this run has a checkpoint of its own and goes on from it, not from {origin}")
-        for warning in before_start(config):
+        done = standing.finished_step(config)
+        if done is not None:
+            render.note(f"the run is finished: step {done} of {config.run.steps} is in storage; more run.steps go on with it")
+            return
+        for warning in (*before_start(config), *standing.reminders(config)):
             render.note(warning)
     sys.exit(run_supervised(folder))
 

@@ -1,0 +1,86 @@
+"""What a run that is started again brings with it from its past, told before anything is forked.
+
+Two things surprise whoever left a run alone for a night. Places that somebody took away stay away, so the run starts smaller
+than its config says. And a run that has done all of its steps has nothing left to do, which need not cost a start to find out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ftrain.compose.ledgers import read_ledger
+from ftrain.compose.stores import open_configured
+from ftrain.config import Config
+from recovery.events import Event, PlaceLost, PlaceReturned
+from recovery.places import WHOLE_NODE, Place
+from recovery.state import fold
+from storage.errors import StorageError
+from storage.run import RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """A place that is still taken away. Times in unix seconds; `until` None: until a person gives it back."""
+
+    place: Place
+    since: float
+    reason: str
+    until: float | None
+
+    def line(self, run_url: str) -> str:
+        """Which, since when, why, and how it comes back."""
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        what = f"the whole of {self.place}" if self.place.slot == WHOLE_NODE else str(self.place)
+        if self.until is not None:
+            back = f"back by itself at {time.strftime('%H:%M:%S', time.localtime(self.until))}, or sooner"
+        else:
+            back = "back when the run is under way"
+        return f"{what} is out since {begun} ({self.reason}); {back}: ftrain admit {run_url} {self.place}"
+
+
+def away(events: Iterable[Event], now_t: float) -> list[Away]:
+    """The places that are out at `now_t`, in the order in which they went."""
+    found: dict[Place, Away] = {}
+    for event in events:
+        if isinstance(event, PlaceLost | PlaceReturned):
+            place = Place(node=event.node, slot=event.slot)
+            found = {other: it for other, it in found.items() if not place.covers(other)}
+            if isinstance(event, PlaceLost):
+                found[place] = Away(place=place, since=event.t, reason=event.reason, until=event.until)
+    return [it for it in found.values() if it.until is None or it.until > now_t]
+
+
+def reminders(config: Config) -> Iterator[str]:
+    """What to say at the start of a run that has a past. Nothing of one without, or whose ledger cannot be read now."""
+    try:
+        events = read_ledger(config.run.url, config.run.local_dir)
+    except (StorageError, ValueError):
+        return
+    gone = away(events, time.time())
+    yield from (it.line(config.run.url) for it in gone)
+    if gone:
+        yield "the run starts without them, with the best layout for the places that are left"
+
+
+def finished_step(config: Config) -> int | None:
+    """The step of the last checkpoint of a run that has nothing left to do, else None.
+
+    Its ledger ends with it finished, storage holds a checkpoint of the config's last step (or of a later one) that opens, and
+    no copy of it is wanted elsewhere that could still be missing.
+    """
+    if config.checkpoint.mirror_url:
+        return None
+    try:
+        state = fold(read_ledger(config.run.url, config.run.local_dir))
+        if state.outcome != "finished":
+            return None
+        store = open_configured(config.storage, config.run.url)
+        try:
+            step = RunStore(store).open(tainted=False).step
+        finally:
+            store.close()
+    except (StorageError, ValueError):
+        return None  # whatever it is, the start meets it, and says so
+    return step if step >= config.run.steps else None

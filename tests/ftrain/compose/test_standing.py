@@ -1,0 +1,100 @@
+"""What a run brings with it from its past: places that are out, and an end that is reached."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ftrain.compose.standing import away, finished_step, reminders
+from recovery.events import Event, PlaceLost, PlaceReturned
+from storage.objects import open_store
+from storage.run import RunStore
+from tests.commands import ftrain
+from tests.ledgers import T0, Story, config
+from tests.storage.building import SPECS, random_values, save
+
+
+def lost(node: str, slot: int, *, until: float | None = None, t: float = T0) -> Event:
+    return PlaceLost(t=t, node=node, slot=slot, reason="drained by ftrain drain", until=until)
+
+
+def returned(node: str, slot: int) -> Event:
+    return PlaceReturned(t=T0 + 9, node=node, slot=slot, reason="admitted")
+
+
+@pytest.mark.parametrize(
+    ("events", "out"),
+    [
+        ([], []),
+        ([lost("a", 1)], ["a/1"]),
+        ([lost("a", 1), lost("b", 0), returned("a", 1)], ["b/0"]),
+        ([lost("a", 1), lost("a", -1)], ["a"]),  # the node with all of its places
+        ([lost("a", 1), returned("a", -1)], []),
+        ([lost("a", 1, until=T0 + 60)], []),  # its quarantine is over
+        ([lost("a", 1, until=T0 + 600)], ["a/1"]),
+    ],
+)
+def test_what_is_out_is_what_was_lost_and_did_not_come_back(events: list[Event], out: list[str]) -> None:
+    assert [str(it.place) for it in away(events, T0 + 100)] == out
+
+
+def test_a_start_says_who_is_out_since_when_why_and_the_way_back(tmp_path: Path) -> None:
+    story = Story(config()).start().steps(5)
+    story.events += [lost("localhost", 1), lost("localhost", 2, until=time.time() + 999)]
+    story.end("stopped").write(tmp_path / "run")
+    said = list(reminders(config(f'run.url="{tmp_path / "run"}"')))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(T0))
+    assert said[0].startswith(f"localhost/1 is out since {since} (drained by ftrain drain)")
+    assert said[0].endswith(f"ftrain admit {tmp_path / 'run'} localhost/1")
+    assert "by itself at" in said[1]
+    assert "without them" in said[2]
+
+
+def test_a_run_without_a_past_is_told_nothing(tmp_path: Path) -> None:
+    assert list(reminders(config(f'run.url="{tmp_path / "none"}"'))) == []
+
+
+def past(folder: Path, *, outcome: str = "finished", step: int = 100) -> None:
+    Story(config()).start().steps(step).end(outcome).write(folder)
+    run = RunStore(open_store(str(folder)))
+    save(run, random_values(SPECS, 1), step=step, epoch=run.take_epoch(owner={}))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step", "more", "found"),
+    [
+        ("finished", 100, (), 100),
+        ("finished", 100, ("run.steps=101",), None),
+        ("finished", 100, ('checkpoint.mirror_url="elsewhere"',), None),  # a copy may still be owed
+        ("stopped", 100, (), None),
+        ("finished", 90, (), None),
+    ],
+)
+def test_a_finished_run_is_known_from_its_ledger_and_its_checkpoint(
+    tmp_path: Path, outcome: str, step: int, more: tuple[str, ...], found: int | None
+) -> None:
+    past(tmp_path / "run", outcome=outcome, step=step)
+    assert finished_step(config(f'run.url="{tmp_path / "run"}"', *more)) == found
+
+
+def test_a_finished_run_whose_checkpoint_is_lost_is_started(tmp_path: Path) -> None:
+    past(tmp_path / "run")
+    for pack in (tmp_path / "run/checkpoints").rglob("*.pack"):
+        pack.unlink()
+    assert finished_step(config(f'run.url="{tmp_path / "run"}"')) is None
+
+
+def test_a_finished_run_started_again_forks_nothing(tmp_path: Path) -> None:
+    """`tests.chaos` finishes real runs; here the past is enough."""
+    past(tmp_path / "run")
+    before = sorted(path.name for path in (tmp_path / "run/local").rglob("*"))
+    path = tmp_path / "my.toml"
+    from tests.ledgers import BASE
+
+    path.write_text(BASE.replace("runs/a", str(tmp_path / "run")).replace("vocab = 512", "vocab = 257"))
+    done = ftrain("run", str(path))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "the run is finished: step 100 of 100" in done.stderr
+    assert not [name for name in {path.name for path in (tmp_path / "run/local").rglob("*")} - set(before) if "log" in name]
