@@ -49,7 +49,6 @@ class Upload(enum.IntEnum):
     NONE = 0
     WANTED = 1  # until the coordinator has committed the step or given it up
     HELD = 2  # storage has it, or does not want it; it stays because other nodes hold copies of the same step
-    HELD = 2  # storage has it, or does not want it; it stays because other nodes hold copies of the same step
 
 
 class SlotTable(msgspec.Struct, frozen=True):
@@ -237,10 +236,6 @@ class ArenaSlot:
     def want_upload(self) -> None:
         """Storage is to have this complete snapshot after all."""
         self._words[2] = Upload.WANTED
-
-    def hold(self, held: bool) -> None:
-        """A slot that storage is not owed stays as it is (or need not any more) for the sake of the peer tier."""
-        self._words[2] = Upload.HELD if held else Upload.NONE
 
     def hold(self, held: bool) -> None:
         """A slot that storage is not owed stays as it is (or need not any more) for the sake of the peer tier."""
