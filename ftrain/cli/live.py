@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,9 @@ from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from recovery.state import RunState
 
 local_option = click.option("--local-dir", default="", help="The run's run.local_dir, if it has one.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
@@ -34,16 +37,20 @@ def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
 def _not_running(run_url: str, local_dir: str) -> str:
     """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there."""
     from ftrain.compose.ledgers import read_ledger
+    from ftrain.view.script import command_of
     from recovery.ledger import LedgerFormatError
     from recovery.state import Phase, fold
     from storage.errors import StorageError
 
     try:
-        state = fold(read_ledger(run_url, local_dir))
+        events = read_ledger(run_url, local_dir)
+        state = fold(events)
     except (StorageError, LedgerFormatError):
         return ""
     if not state.events:
         return ""
+    if command_of(events):
+        return _script_not_running(state, run_url)
     again = "`ftrain run CONFIG` with more run.steps" if state.outcome == "finished" else "`ftrain run CONFIG`"
     then = f"{again} goes on with it, `ftrain report {run_url}` explains"
     if state.phase is not Phase.ENDED:
@@ -51,6 +58,15 @@ def _not_running(run_url: str, local_dir: str) -> str:
         return f"{where}: ask again in a moment, it may be restarting; if it is gone, {then}"
     reason = f" ({state.outcome_reason})" if state.outcome_reason else ""
     return f"the run is not running: {state.outcome.replace('_', ' ')} at step {state.step}{reason}; {then}"
+
+
+def _script_not_running(state: RunState, run_url: str) -> str:
+    """The same of a supervised script, whose steps are known only if it told them."""
+    how = state.outcome.replace("_", " ") if state.outcome else "its supervisor does not answer"
+    step = f" at step {state.step}" if state.step else ""
+    reason = f" ({state.outcome_reason})" if state.outcome_reason else ""
+    then = f"the same `ftrain supervise` command starts it again, `ftrain report {run_url}` explains"
+    return f"the script is not running: {how}{step}{reason}; {then}"
 
 
 @click.command()

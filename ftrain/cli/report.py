@@ -69,31 +69,26 @@ def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None
 def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_json: bool) -> None:
     """The report of all attempts, with what the planner had said of them."""
     from ftrain.compose.packets import waiting
-    from ftrain.view import grade, pace, went
+    from ftrain.view import grade, pace, script, went
     from ftrain.view.parts import parts
     from ftrain.view.record import metrics_of, recorded
     from recovery.report_text import lines
 
     run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
-    packet, graded, paced, times = (
-        waiting(events, folder),
-        grade.grades(run),
-        pace.pace(run),
-        [went.went(it.run) for it in parts(run)],
-    )
+    command, packet = script.script(run, events), waiting(events, folder)
+    graded, paced, times = grade.grades(run), pace.pace(run), [went.went(part.run) for part in parts(run)]
     newest = graded[-1] if graded else grade.Grade(note="there was no attempt")
     grade.keep(newest, folder)
     if html:
         _write(html, run)
     if as_json:
         layouts = [{"heading": of.heading, "grade": of, "step_time": time} for of, time in zip(graded, times, strict=True)]
-        time = times[-1] if times else None
-        render.json(
-            {**run.report.to_json(), "packet": packet, "grade": newest, "pace": paced, "step_time": time, "layouts": layouts}
-        )
+        time, extra = times[-1] if times else None, {"script": command} if command else {}
+        told = {"packet": packet, "grade": newest, "pace": paced, "step_time": time, "layouts": layouts, **extra}
+        render.json({**run.report.to_json(), **told})
         return
-    told_lines = [*lines(run.report), "", *pace.lines(paced)]
-    for of, time in zip(graded, times, strict=True):
+    told_lines = script.lines(command, run) if command else [*lines(run.report), "", *pace.lines(paced)]
+    for of, time in zip(graded, times, strict=True) if not command else ():
         told_lines += ["", *went.lines(time), "", *grade.lines(of)]
     render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))
 

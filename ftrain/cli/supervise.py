@@ -15,6 +15,7 @@ import click
 
 from ftrain.cli import render
 from ftrain.cli.problems import told
+from ftrain.cli.types import COUNT, POSITIVE, Finite
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -35,27 +36,41 @@ if TYPE_CHECKING:
     help="Lines that name a finished step: 'step (?P<step>\\d+).*loss (?P<loss>[\\d.]+)'.",
 )
 @click.option(
-    "--hang-s", type=float, help="Longest time between two reports of progress (default 600; without reports: output)."
+    "--hang-s",
+    type=Finite(0, min_open=True),
+    help="Longest time between two reports of progress (default 600; without reports: output).",
 )
-@click.option("--start-s", type=float, help="Longest time to the first report of progress (default: no limit).")
-@click.option("--stop-s", type=float, default=60.0, show_default=True, help="Time to stop when asked to, before SIGKILL.")
-@click.option("--max-restarts", type=int, default=3, show_default=True, help="Restarts without a new highest step.")
+@click.option(
+    "--start-s", type=Finite(0, min_open=True), help="Longest time to the first report of progress (default: no limit)."
+)
+@click.option("--stop-s", type=POSITIVE, default=60.0, show_default=True, help="Time to stop when asked to, before SIGKILL.")
+@click.option("--max-restarts", type=COUNT, default=3, show_default=True, help="Restarts without a new highest step.")
 @click.option(
     "--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines, each with --nproc processes."
 )
 @click.option(
     "--min-nodes", type=click.IntRange(min=1), help="Go on with so many machines if no more are there (default: all)."
 )
-@click.option("--nodes-s", type=float, default=600.0, show_default=True, help="Longest wait for machines.")
-@click.option("--lease-s", type=float, default=60.0, show_default=True, help="A machine is lost after so long a silence.")
+@click.option("--nodes-s", type=POSITIVE, default=600.0, show_default=True, help="Longest wait for machines.")
+@click.option(
+    "--lease-s",
+    type=Finite(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="A machine is lost after so long a silence.",
+)
 @click.option("--interface", default="", help="Network interface between machines, or several: the first that each has.")
-@click.option("--port", type=int, default=0, help="Port of the supervisor for the other machines (default: any).")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port of the supervisor for the other machines (default: any)."
+)
 @click.option(
     "--srun", multiple=True, metavar="OPTION", help="In a Slurm job: a further option of the srun that starts the nodes."
 )
 @click.option("--requeue", is_flag=True, help="In a Slurm job: go back into the queue when the scheduler ends the run.")
 @click.option("--master-addr", default="", help="MASTER_ADDR on one machine (default: 127.0.0.1).")
-@click.option("--master-port", type=int, default=0, help="MASTER_PORT (default: another free one at each start).")
+@click.option(
+    "--master-port", type=click.IntRange(0, 65535), default=0, help="MASTER_PORT (default: another free one at each start)."
+)
 @click.option("--webhook", default="", metavar="URL", help="Called with the packet when the run stops for a person.")
 @click.option("--take-over", is_flag=True, help="Take the run from an owner on another host that is gone for good.")
 def supervise(**given: Any) -> None:
@@ -156,7 +171,10 @@ class Echo:
             if isinstance(event, events.AttemptStarted):
                 folder = node_dir(self._folder, event.nodes[0]) if self._several_nodes else self._folder
                 self._log, self._position = paths.rank_log(folder, event.attempt, 0), 0
-            line = sentence(event)
+                processes = "1 process" if event.ranks == 1 else f"{event.ranks} processes"
+                line = f"attempt {event.attempt}: {processes} ({event.layout})"  # where its state is from, the script knows
+            else:
+                line = sentence(event)
             if line and not isinstance(event, events.Ready):
                 render.note(f"ftrain: {line}")
         self._copy()

@@ -76,6 +76,8 @@ def check(launch: CommandLaunch) -> None:
         raise RefusedError(
             [f"--run {launch.url}: the folder of a supervised run is in a file system; a script may save anywhere"]
         )
+    if launch.webhook and not launch.webhook.startswith(("http://", "https://")):
+        raise RefusedError([f"--webhook {launch.webhook}: wanted a URL that begins with http:// or https://"])
     check_nodes(launch)
 
 

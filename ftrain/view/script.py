@@ -1,0 +1,118 @@
+"""What is known of a script under `ftrain supervise`, and not more.
+
+The supervisor sees processes: when they began, how they ended, what it was taken for, what was decided. Steps it knows only if
+the script tells them; where the script has its state from it never knows. A report of 0 steps and "state from storage" would
+be wrong where "not known" is right.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from msgspec import Struct
+
+from ftrain.units import format_seconds
+from ftrain.view.record import Recorded
+from recovery.events import Event, RunStarted
+from recovery.report_text import lines as report_lines
+
+BEGINNINGS = ("no interruption", "interruptions")
+
+
+class Ran(Struct, frozen=True, kw_only=True):
+    """One attempt. `ran_s`: from its start to its end, or to now; `steps` is 0 if none was told."""
+
+    attempt: int
+    processes: int
+    started_t: float
+    ran_s: float
+    steps: int
+    ended_by: str
+
+
+class Script(Struct, frozen=True, kw_only=True):
+    """A supervised command. `tells_steps`: whether any step was reported, without which there is no effective time."""
+
+    command: str
+    tells_steps: bool
+    running_s: float
+    attempts: tuple[Ran, ...]
+
+
+def script(run: Recorded, events: Iterable[Event]) -> Script | None:
+    """None if it is a run of a config."""
+    words = command_of(events)
+    if not words:
+        return None
+    rows = {row.attempt: row for row in run.report.attempts}
+    ran = tuple(
+        Ran(
+            attempt=span.attempt,
+            processes=rows[span.attempt].ranks,
+            started_t=span.start,
+            ran_s=span.end - span.start,
+            steps=rows[span.attempt].steps,
+            ended_by=rows[span.attempt].ended_by,
+        )
+        for span in run.attempts
+    )
+    return Script(
+        command=shlex.join(words),
+        tells_steps=run.report.steps_finished > 0,
+        running_s=sum(row.ran_s for row in ran),
+        attempts=ran,
+    )
+
+
+def command_of(events: Iterable[Event]) -> list[str]:
+    """The words of a supervised command; none of a run of a config."""
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    return list((started.config or {}).get("command", ())) if started else []
+
+
+def lines(found: Script, run: Recorded) -> list[str]:
+    """The report as text: the usual one where steps are told, but for what nobody can know."""
+    usual = report_lines(run.report)
+    after = next(place for place, line in enumerate(usual) if line in BEGINNINGS)
+    before = usual[: usual.index("attempts")] if found.tells_steps else _without_steps(found, run)
+    own = (
+        []
+        if run.report.checkpoints.committed
+        else ["checkpoints: the script's own affair; none was made with ftrain.Checkpointer"]
+    )
+    rest = [line for line in usual[after:] if not (own and line.startswith("checkpoints: "))]
+    if not found.tells_steps:
+        rest = [line.replace("0 steps lost, ", "work lost: not known; ") for line in rest]
+    return [*before, "attempts", *_attempts(found), "", *rest, *own]
+
+
+def _without_steps(found: Script, run: Recorded) -> list[str]:
+    report = run.report
+    state = f"{report.outcome} ({report.outcome_reason})" if report.outcome_reason else report.outcome or report.phase
+    apart = max(0.0, report.wall_s - found.running_s)
+    return [
+        f"run {report.run_id}: {state}",
+        f"command: {found.command}",
+        f"running {format_seconds(found.running_s)} of {format_seconds(report.wall_s)} since the first start"
+        f" ({format_seconds(apart)} between attempts and around them)",
+        "steps, lost work and effective time: not known, for the script tells no step. One line does:",
+        "  `ftrain.progress(step)` in the script, or --progress-pattern for a line that it logs",
+        "",
+    ]
+
+
+def _attempts(found: Script) -> list[str]:
+    head = ("attempt", "processes", "started (UTC)", "ran", "steps told", "ended by")
+    rows = [
+        (str(row.attempt), str(row.processes), datetime.fromtimestamp(row.started_t, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+         format_seconds(row.ran_s), str(row.steps) if found.tells_steps else "-", row.ended_by or "-")
+        for row in found.attempts
+    ]  # fmt: skip
+    return _table([head, *rows])
+
+
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,54 @@
+"""The report of a supervised script: what is known, and "not known" for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ftrain.view.record import recorded
+from ftrain.view.script import Script, lines, script
+from tests.ledgers import Story, config
+
+
+def story() -> Story:
+    made = Story(config(), layout="python train.py", ranks=1)
+    plain: dict[str, Any] = {"command": ["python", "my train.py"], "nproc": 0}
+    made.events[0] = msgspec.structs.replace(made.events[0], config=plain)
+    return made
+
+
+def told(made: Story) -> tuple[Script, str]:
+    run = recorded("runs/script", made.events)
+    found = script(run, made.events)
+    assert found is not None
+    return found, "\n".join(lines(found, run))
+
+
+def test_without_progress_times_and_ends_are_told_and_steps_are_not_known() -> None:
+    made = story().start(start_s=10.0).die(class_="host_oom").start(start_s=20.0).end()
+    found, text = told(made)
+    assert not found.tells_steps
+    assert [(row.ran_s, row.processes) for row in found.attempts] == [(12.0, 1), (20.0, 1)]  # two seconds of looking included
+    assert found.running_s == 32.0
+    assert "command: python 'my train.py'" in text
+    assert "not known, for the script tells no step" in text
+    assert "ftrain.progress(step)" in text
+    assert "host_oom" in text
+    for wrong in ("0 steps", "step 0", "storage", "init", "effective time 0", "loss"):
+        assert wrong not in text.replace("effective time: not known", ""), wrong
+
+
+def test_with_progress_there_are_steps_and_effective_time_and_still_no_word_on_the_state() -> None:
+    found, text = told(story().start().steps(20).die().start(at=10).steps(15).end())
+    assert found.tells_steps
+    assert [row.steps for row in found.attempts] == [20, 15]
+    assert "effective time" in text
+    assert "restored" not in text
+    assert "memory" not in text
+    assert "the script's own affair" in text
+
+
+def test_a_run_of_a_config_is_no_script() -> None:
+    made = Story(config()).start().steps(3).end()
+    assert script(recorded("runs/a", made.events), made.events) is None
