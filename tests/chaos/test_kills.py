@@ -65,6 +65,23 @@ def test_row_76_a_killed_worker_costs_at_most_a_snapshot_interval(
     assert any("-9" in line.text or "SIGKILL" in line.text for line in verdicts[0].evidence)
 
 
+@pytest.mark.slow
+def test_a_worker_killed_in_a_copy_that_the_keeper_already_stores_leaves_nothing_of_it(tmp_path: Path, corpus: str) -> None:
+    """One rank on two cores: its keeper works behind the copy. What is stored of step 18 is the second attempt's."""
+    runs = {
+        name: TinyRun(folder=tmp_path / name, corpus=corpus, ranks=1, extra=extra)
+        for name, extra in (("unbroken", ""), ("killed", fault("copy", 18, rank=0)))
+    }
+    for run in runs.values():
+        with no_process_left(run):
+            code, output = run.run()
+        assert code == 0, output
+    assert stored_digests(runs["killed"].url) == stored_digests(runs["unbroken"].url)
+    assert sorted(path.name for path in Path(runs["killed"].url).glob("checkpoints/step-00000018/*.pack")) == [
+        "e0000-a0001-r00000.pack"
+    ]
+
+
 @pytest.mark.parametrize(
     "point",
     [
