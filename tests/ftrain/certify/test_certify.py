@@ -1,5 +1,6 @@
 """Certificates from the command line: a small one always, the shipped list in `make test-all`."""
 
+import faulthandler
 from functools import partial
 from pathlib import Path
 
@@ -84,5 +85,6 @@ def test_state_goes_from_layout_to_layout_and_training_goes_on():
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_shipped_list_holds():
+    faulthandler.cancel_dump_traceback_later()  # some sixty layouts in three precisions take longer than any other test
     done = CliRunner().invoke(certify, [CONFIG])
     assert done.exit_code == 0, done.output
