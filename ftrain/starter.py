@@ -32,7 +32,8 @@ SHOWN = {
     "evaluate": ("every_steps", "sequences"),
     "checkpoint": ("snapshot_steps", "every_steps", "retention", "local_url", "mirror_url"),
     "recovery": ("max_restarts", "notice"),
-    "machine": ("device", "threads", "hardware"),
+    "machine": ("device", "threads", "hardware", "ranks_per_node", "shared_dir"),
+    "slurm": ("time", "partition", "account"),
 }
 """Sections and fields of the starter, in the schema's order."""
 
@@ -115,6 +116,7 @@ def values(machine: Facts, *, url: str, data: str, tokenizer: str) -> dict[str, 
             "threads": 1 if machine.gpus else max(1, machine.cores // ranks),
             **({"hardware": hardware} if hardware else {}),
         },
+        "slurm": {},
     }
 
 

@@ -28,7 +28,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 
 @click.group()
 def ckpt() -> None:
-    """Checkpoints: list, show, verify, heal, compare. URL is a run's folder or URL; URL@STEP one checkpoint of it.
+    """Checkpoints: look, verify, diff, copy, heal, exchange.
+
+    URL is a run's folder or URL; URL@STEP one checkpoint of it. `export` and `import` exchange them with other programs, `view`
+    shows one to plain Zarr.
 
     \b
     Example:

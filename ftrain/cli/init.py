@@ -5,6 +5,7 @@ ftrain init my.toml
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -39,4 +40,14 @@ def init(path: str, url: str, data: str, tokenizer: str, to_stdout: bool) -> Non
         render.fail(f"{path} is there already, and is left as it is: give another name, or --stdout", ExitCode.USAGE)
     except OSError as error:
         render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    for missing in _missing(data, tokenizer):
+        render.note(missing)
     render.note(f"wrote {path}; next: ftrain doctor {path}, then ftrain run {path}")
+
+
+def _missing(data: str, tokenizer: str) -> Iterator[str]:
+    """What the config names and is not there yet: it may come, so this is a word and no refusal."""
+    if data != "stdlib" and not Path(f"{data}.idx").is_file():
+        yield f"{data}.idx is not there yet: `ftrain data prepare TEXTS --out {data}` makes it"
+    if tokenizer != "byte" and not Path(tokenizer).is_file():
+        yield f"{tokenizer} is not there yet: model.vocab is a guess that must be as large as its vocabulary"

@@ -41,6 +41,22 @@ def test_what_init_writes_is_a_legal_config_for_the_machine(
     assert not machine.gpus or state <= 0.5 * machine.gpu_gib * 2**30
 
 
+def test_what_a_cluster_needs_is_in_the_starter_as_comments() -> None:
+    """`ftrain submit` asks for it: a newcomer finds where it is said."""
+    written = text(Facts(cores=2))
+    lines = written.splitlines()
+    assert "# ranks_per_node = 0" in lines[lines.index(next(it for it in lines if it.startswith("[machine]"))) :]
+    assert any(it.startswith("[slurm]") for it in lines)
+    assert parse(written.replace("# ranks_per_node = 0", "ranks_per_node = 2")).machine.ranks_per_node == 2
+
+
+def test_init_says_what_it_names_and_is_not_there(tmp_path: Path) -> None:
+    done = ftrain("init", "my.toml", "--data", "mine", "--tokenizer", "words.json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "mine.idx is not there yet: `ftrain data prepare" in done.stderr
+    assert "words.json is not there yet" in done.stderr
+
+
 def test_every_comment_of_a_field_is_the_schemas_word_for_it() -> None:
     written = text(Facts(cores=2))
     reference = Path(__file__).parents[3].joinpath("docs/config.md").read_text()
