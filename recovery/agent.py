@@ -124,7 +124,7 @@ class Agent:
             self._keeper.start()
         self.uplink.connect()
         self.loop.every(HEARTBEAT_S, self._beat)
-        self.loop.every(min(1.0, self.spec.lease_s / 8), self._check_lease)
+        self.loop.every(min(5.0, self.spec.lease_s / 8), self._check_lease)
         self.loop.wait_for(lambda: self.leaving)
         self._end_everything()
         return self._status

@@ -82,6 +82,8 @@ class Attempt:
     stragglers: Stragglers = field(default_factory=Stragglers)
     warm: bool = False
     """Whether a step of it was finished."""
+    in_trouble: bool = False
+    """Whether some worker ended badly, or is about to. Kept, because it is asked after each message of any of thousands."""
 
     @classmethod
     def of(cls, number: int, ranks: Iterable[int], nodes: Mapping[int, str] = {}) -> Attempt:
@@ -97,7 +99,8 @@ class Attempt:
                 worker = WorkerState(rank=it.rank, node=hello.node, pid=it.pid, ended=it.ended)
                 worker.status, worker.ours, worker.t = it.status, it.ours, it.t
                 workers[it.rank] = worker
-        return cls(number=hellos[0].attempt, workers=workers, warm=True)
+        bad = any(worker.ended and worker.status != 0 for worker in workers.values())
+        return cls(number=hellos[0].attempt, workers=workers, warm=True, in_trouble=bad)
 
     @property
     def nodes(self) -> dict[int, str]:
@@ -109,11 +112,13 @@ class Attempt:
         worker = self.workers.get(message.rank if message.rank is not None else -1)
         if worker is not None:
             worker.ended, worker.status, worker.ours, worker.t = True, message.status, message.ours, message.t
+            self.in_trouble = self.in_trouble or message.status != 0
             self.changed = time.monotonic()
 
     def fails(self, rank: int, error: str) -> None:
         """A worker said that it is about to end."""
         self.failing[rank] = error
+        self.in_trouble = True
         self.changed = time.monotonic()
 
     def kill_groups(self) -> None:
@@ -128,6 +133,7 @@ class Attempt:
         for worker in self.workers.values():
             if not worker.ended and (nodes is None or worker.node in nodes):
                 worker.ended, worker.status, worker.ours = True, None, False
+                self.in_trouble = True
 
     def report(self, beats: Iterable[Beat]) -> None:
         """The progress page of a node."""
@@ -145,11 +151,6 @@ class Attempt:
     def all_well(self) -> bool:
         """Whether every worker left with 0."""
         return all(worker.ended and worker.status == 0 for worker in self.workers.values())
-
-    @property
-    def in_trouble(self) -> bool:
-        """Whether some worker ended badly, or is about to."""
-        return bool(self.failing) or any(worker.ended and worker.status != 0 for worker in self.workers.values())
 
     def dead(self) -> tuple[DeadWorker, ...]:
         """How they ended."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from recovery import events, paths
-from recovery.attempt import AgentLostError, Attempt, CannotStartError, Trouble
+from recovery.attempt import AgentLostError, Attempt, CannotStartError, Stalled, Trouble
 from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate
@@ -45,8 +45,8 @@ from recovery.state import Phase, RunState
 
 log = logging.getLogger("recovery.coordinator")
 
+RENEW_S = 5.0  # at most, between renewals of a lease on this machine
 OpenLedger = Callable[[int], tuple[EventWriter, RunState]]
-TICK_S = 0.25
 
 
 class Coordinator:
@@ -134,8 +134,9 @@ class Coordinator:
         accept_stop_signals()
         self.agent.begin(self.delegate.epoch)
         warm()  # the classifier's tables are read now, while the agent starts, and not when a restart waits for the verdict
-        self.loop.every(TICK_S, self.desk.tick)
-        self.loop.every(min(1.0, self.spec.lease_s / 5), self.agent.ping)
+        self.loop.every(self.spec.tick_s, self.desk.tick)
+        longest_s = RENEW_S if self.spec.fleet is None else 1.0  # over a network it also shows who is silent
+        self.loop.every(min(longest_s, self.spec.lease_s / 5), self.agent.ping)
 
     def _live(self) -> Ending:
         previous = self._previous
@@ -277,8 +278,8 @@ class Coordinator:
                 epoch=self.delegate.epoch,
                 workers=plan.workers,
                 rendezvous=plan.rendezvous,
-                memo=plan.memo,
                 ports=plan.ports,
+                memo=plan.memo,
             )
         )
 
@@ -295,12 +296,10 @@ class Coordinator:
         desk, attempt = self.desk, self._handling.attempt
 
         def over() -> bool:
-            return attempt.all_well or attempt.in_trouble or Refused in desk.answers
+            return attempt.all_well or attempt.in_trouble or Refused in desk.answers or desk.stop_overdue
 
-        while not self._handling.until(lambda: over() or desk.stop_overdue, TICK_S):
-            limits = {"hang_s": self.spec.hang_s, "start_s": self.spec.start_s}
-            stalled = attempt.stalled(time.monotonic(), **limits, learned=desk.deadlines)
-            if stalled and not self.agent.quiet:
+        while not self._handling.until_tick(over):
+            if stalled := self._stalled(attempt):
                 return Trouble(stalled=stalled)
         if Refused in desk.answers:
             raise CannotStartError(f"the agent refused: {desk.answers.pop(Refused).reason}")
@@ -309,6 +308,11 @@ class Coordinator:
         if attempt.in_trouble:
             return Trouble()
         return self._stop_overdue()
+
+    def _stalled(self, attempt: Attempt) -> tuple[Stalled, ...]:
+        """Who makes no progress; nobody as long as some node is not heard of."""
+        limits = {"hang_s": self.spec.hang_s, "start_s": self.spec.start_s}
+        return () if self.agent.quiet else attempt.stalled(time.monotonic(), **limits, learned=self.desk.deadlines)
 
     def _left_well(self) -> Ending | Trouble | AttemptEndInfo:
         """All workers left with 0: they are done, they were asked to, or somebody stopped them behind our back."""

@@ -66,6 +66,8 @@ class Desk:
         self.control = SetControl(stop=False, save=0)
         self.stop_asked: float | None = None
         self.hurry = False
+        self.ticks = 0
+        """How often somebody has looked around."""
         self.answers: dict[type, Any] = {}
         self._loop = loop
         self._delegate = delegate
@@ -112,6 +114,7 @@ class Desk:
 
     def tick(self) -> None:
         """The delegate's turn, and another try at what the ledger did not take."""
+        self.ticks += 1
         self.journal.write()
         self.journal.extend(self._delegate.tick(time.time()))
         self.elastic.tick()

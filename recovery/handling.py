@@ -34,6 +34,11 @@ class Handling:
             raise AgentLostError
         return condition()
 
+    def until_tick(self, condition: Callable[[], bool]) -> bool:
+        """Wait until it is time to look around; whether the condition holds by then."""
+        looked = self._desk.ticks
+        return self.until(lambda: condition() or self._desk.ticks != looked) and condition()
+
     def ask(self, message: object, answers: tuple[type, ...], timeout_s: float) -> object | None:
         """Send a command and wait for one of its answers; None if there is none in time."""
         found = self._desk.answers

@@ -13,8 +13,6 @@ from recovery.loop import Loop, Port
 from recovery.messages import Ack, AgentHello, Numbered, Welcome
 from recovery.wire import Frame
 
-ACK_DELAY_S = 0.02
-
 
 class Line:
     """One agent process. `hello` is its newest; None before the first."""
@@ -61,7 +59,7 @@ class Line:
         self._seen = message.seq
         if not self._ack_due:
             self._ack_due = True
-            self._loop.after(ACK_DELAY_S, self._acknowledge)
+            self._loop.flush_later(self._acknowledge)  # once for all that came together
 
     def _acknowledge(self) -> None:
         self._ack_due = False

@@ -26,6 +26,8 @@ from recovery.wire import Channel, Frame, WireError
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
+SLACK = 0.5
+"""Of its interval: how long a recurring call may wait for company."""
 
 
 @dataclass(order=True, slots=True)
@@ -42,6 +44,15 @@ class Timer:
         self.cancelled = True
 
 
+@dataclass(slots=True, kw_only=True)
+class Recurring:
+    """A call that is made again and again; `due` on the monotonic clock."""
+
+    interval_s: float
+    call: Callable[[], None]
+    due: float
+
+
 class Loop:
     """Selector, timers and signals. `wake` may be called from any thread, everything else from the loop's own."""
 
@@ -52,6 +63,8 @@ class Loop:
         self._order = itertools.count()
         self._signals: dict[int, Callable[[], None]] = {}
         self._arrived: set[int] = set()
+        self._recurring: list[Recurring] = []
+        self._flushes: list[Callable[[], None]] = []
         self._soon: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.add(self._wakeup, self._woken)
@@ -77,13 +90,9 @@ class Loop:
         return timer
 
     def every(self, interval_s: float, call: Callable[[], None]) -> None:
-        """Call again and again, for as long as the loop lives."""
-
-        def again() -> None:
-            self.after(interval_s, again)
-            call()
-
-        self.after(interval_s, again)
+        """Call again and again, for as long as the loop lives: in the first round after the interval that something else has
+        caused, and only if there is none, half an interval later, in a round of its own. A wake-up costs more than the call."""
+        self._recurring.append(Recurring(interval_s=interval_s, call=call, due=time.monotonic() + interval_s))
 
     def on_signal(self, numbers: Iterable[int], call: Callable[[int], None]) -> None:
         """Have `call(number)` made from the loop, not from inside the handler."""
@@ -111,11 +120,19 @@ class Loop:
         while not self._soon.empty():
             self._soon.get()()
 
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Have a call made before the next wait, after everything of this round: what is to leave together."""
+        self._flushes.append(flush)
+
+    def _flush(self) -> None:
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            flush()
+
     def run_once(self, timeout_s: float = MAX_WAIT_S) -> None:
         """Wait for something, at most so long, and handle what has come."""
-        if self._timers:
-            timeout_s = min(timeout_s, self._timers[0].t - time.monotonic())
-        for key, events in self._selector.select(max(0.0, timeout_s)):
+        self._flush()
+        for key, events in self._selector.select(max(0.0, min(timeout_s, self._next_t() - time.monotonic()))):
             readable, writable = key.data
             if events & selectors.EVENT_WRITE and writable is not None and self._is_current(key):
                 writable()
@@ -123,6 +140,7 @@ class Loop:
                 readable()
         self._run_signals()
         self._run_timers()
+        self._flush()
 
     def _is_current(self, key: selectors.SelectorKey) -> bool:
         """Whether no earlier callback of this round changed the registration (the number may be another file by now)."""
@@ -133,8 +151,17 @@ class Loop:
         while self._arrived:
             self._signals[self._arrived.pop()]()
 
+    def _next_t(self) -> float:
+        """When a timer or a recurring call must be carried out, whatever comes."""
+        times = [it.due + SLACK * it.interval_s for it in self._recurring]
+        return min([*times, self._timers[0].t if self._timers else float("inf")], default=float("inf"))
+
     def _run_timers(self) -> None:
         now = time.monotonic()
+        for it in self._recurring:
+            if it.due <= now:
+                it.due = now + it.interval_s
+                it.call()
         while self._timers and self._timers[0].t <= now:
             timer = heapq.heappop(self._timers)
             if not timer.cancelled:
@@ -171,6 +198,7 @@ class Port:
         self._fd = channel.fileno()
         self._attached = True
         self._writing = False
+        self._flush_due = False
         loop.add(self._fd, self._readable)
 
     def _detach(self) -> None:
@@ -189,11 +217,15 @@ class Port:
         return self.channel.closed
 
     def send(self, message: object, fds: tuple[int, ...] = ()) -> None:
-        """Queue a message; it is dropped if the other end is gone."""
-        self.channel.send(message, fds)
-        self._after_write()
+        """Queue a message; it is dropped if the other end is gone. What is queued in one round of the loop is sent at once, at
+        its end: the other side is woken once."""
+        if not self._flush_due and not self.closed:
+            self._flush_due = True
+            self._loop.flush_later(self._write)
+        self.channel.queue(message, fds)
 
-    def _writable(self) -> None:
+    def _write(self) -> None:
+        self._flush_due = False
         self.channel.flush()
         self._after_write()
 
@@ -202,7 +234,7 @@ class Port:
             self._ended()
         elif self._attached and self._writing != self.channel.wants_write:
             self._writing = self.channel.wants_write
-            self._loop.set_writer(self._fd, self._readable, self._writable if self._writing else None)
+            self._loop.set_writer(self._fd, self._readable, self._write if self._writing else None)
 
     def pause(self, paused: bool) -> None:
         """Stop reading (the sender will wait), or go on: how a full queue is pushed back to where it comes from."""
@@ -238,7 +270,8 @@ class Port:
             callback()
 
     def close(self) -> None:
-        """Hang up, without being told of it."""
+        """Hang up, after what is queued as far as the other end takes it now, and without being told of it."""
         self._on_close = None
+        self.channel.flush()
         self._detach()
         self.channel.close()

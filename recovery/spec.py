@@ -83,6 +83,8 @@ class CoordinatorSpec:
     evidence_s: float = 1.5
     teardown_s: float = 15.0
     """Longest time from SIGKILL to a worker's end."""
+    tick_s: float = 0.25
+    """How often somebody looks around where no event would wake anybody: for silent ranks, notices, what a script wrote."""
     agent_s: float = 30.0
     """Longest time for an agent to come forward."""
     prepare_s: float = 300.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -32,6 +33,7 @@ HEADER = struct.Struct("<II")
 MAX_FRAME = 64 << 20
 MAX_DESCRIPTORS = 200
 MAX_QUEUED = 256 << 20
+MAX_TOGETHER = 64  # frames of one system call
 READ_SIZE = 1 << 16
 CONNECT_LIMIT_S = 1.0
 
@@ -92,6 +94,11 @@ class Channel(Generic[T]):
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Queue a frame and send what the socket takes now. Silently drops it if the peer is gone (`closed` says so)."""
+        self.queue(message, fds)
+        self.flush()
+
+    def queue(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Queue a frame; it leaves with the next `flush`."""
         if self.closed:
             return
         body = self.encoder.encode(message)
@@ -104,29 +111,37 @@ class Channel(Generic[T]):
         data = HEADER.pack(len(body), len(fds)) + body
         self.queued_bytes += len(data)
         self._out.append(Outgoing(memoryview(data), tuple(os.dup(fd) for fd in fds)))
-        self.flush()
         if self.queued_bytes > MAX_QUEUED:
             self.close()
 
     def flush(self) -> None:
         """Send queued bytes until the socket is full."""
         while self._out and not self.closed:
-            item = self._out[0]
             try:
-                sent = self._send_some(item)
+                sent = self._send_some(self._out[0])
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 self.close()
                 return
-            item.data = item.data[sent:]
-            self.queued_bytes -= sent
+            self._sent(sent)
+
+    def _sent(self, nbytes: int) -> None:
+        """So much of the front of the queue is on its way."""
+        self.queued_bytes -= nbytes
+        while nbytes:
+            item = self._out[0]
+            part = min(nbytes, len(item.data))
+            item.data = item.data[part:]
+            nbytes -= part
             if not item.data:
                 self._out.popleft()
 
     def _send_some(self, item: Outgoing) -> int:
+        """From the front: a frame with descriptors alone, others together, as one system call."""
         if not item.fds:
-            return self.sock.send(item.data, socket.MSG_NOSIGNAL)
+            plain = itertools.takewhile(lambda it: not it.fds, itertools.islice(self._out, MAX_TOGETHER))
+            return self.sock.sendmsg([it.data for it in plain], [], socket.MSG_NOSIGNAL)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", item.fds))]
         sent = self.sock.sendmsg([item.data], rights, socket.MSG_NOSIGNAL)
         close_all(item.fds)

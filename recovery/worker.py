@@ -57,7 +57,7 @@ class AgentGoneError(Exception):
 
 
 class WorkerContext:
-    """Everything a worker knows of its surroundings. `send`, `send_keeper` and `receive` are safe from any of its threads."""
+    """Everything a worker knows of its surroundings. `send` and its like, and `receive`, are safe from any of its threads."""
 
     def __init__(self, fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int]) -> None:
         """Take over the descriptors that came with `fork`."""
@@ -82,6 +82,11 @@ class WorkerContext:
     def send(self, payload: bytes) -> None:
         """To the coordinator's delegate. Waits only if the agent is far behind."""
         self._send(Payload(payload=payload))
+
+    def send_later(self, payload: bytes) -> None:
+        """To the coordinator's delegate, with whatever is sent next: what is not worth waking anybody for."""
+        with self._lock:
+            self._channel.queue(Payload(payload=payload))
 
     def send_keeper(self, payload: bytes) -> None:
         """To the keeper of this node, through the agent; lost if no keeper is running at that moment."""

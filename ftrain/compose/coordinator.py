@@ -40,6 +40,7 @@ from storage.errors import NoCheckpoint, StorageError
 from storage.objects import ObjectStore
 from storage.run import RunStore
 
+TICK_S = 1.0  # limits of ours are several seconds, and whoever has a result wakes the coordinator
 WORKER_MODULE = "ftrain.compose.worker"
 
 
@@ -105,6 +106,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         hang_floor_s=recovery.hang_floor_s,
         start_s=recovery.start_s,
         stop_s=recovery.stop_s,
+        tick_s=TICK_S,
         take_over=launch.take_over,
     )
     limits = Limits(**{name: getattr(recovery, name) for name in Limits.__struct_fields__})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,6 +57,7 @@ class LedgerTail:
         """`folder` is the ledger's; what is there already is passed over unless `from_start`."""
         self._folder = folder
         self._read: dict[str, int] = {}
+        self._open: tuple[str, str] | None = None  # name and path of the segment that was being written at the last look
         if not from_start:
             self._read = {name: path.stat().st_size for name, path in self._segments().items()}
 
@@ -67,21 +70,31 @@ class LedgerTail:
 
     def new(self) -> list[AnyEvent]:
         """Whole events written since the last call. A torn line waits for its rest."""
+        if self._open is not None:  # while it is being written nothing comes after it: one look is enough
+            with contextlib.suppress(FileNotFoundError):
+                name, path = self._open
+                return self._grown(name, path) if os.stat(path).st_size > self._read.get(name, 0) else []
+        return self._of_all()
+
+    def _of_all(self) -> list[AnyEvent]:
         events: list[AnyEvent] = []
-        newest = max(self._read, default="")
-        for name, path in self._segments().items():
+        newest, segments = max(self._read, default=""), self._segments()
+        for name, path in segments.items():
             if name < newest:
                 continue  # closed and read: a segment is only ever followed by a later one
-            try:
-                with path.open("rb") as file:
-                    file.seek(self._read.get(name, 0))
-                    data = file.read()
-            except FileNotFoundError:  # it was closed (renamed) between the two looks: the next call reads it
-                continue
-            whole = data.rfind(b"\n") + 1
-            self._read[name] = self._read.get(name, 0) + whole
-            events += _events(data[:whole])
+            with contextlib.suppress(FileNotFoundError):  # closed (renamed) between the two looks: the next call reads it
+                events += self._grown(name, str(path))
+        self._open = next(((name, str(path)) for name, path in reversed(segments.items()) if path.suffix == ".open"), None)
         return events
+
+    def _grown(self, name: str, path: str) -> list[AnyEvent]:
+        """What was added to one segment."""
+        with open(path, "rb") as file:
+            file.seek(self._read.get(name, 0))
+            data = file.read()
+        whole = data.rfind(b"\n") + 1
+        self._read[name] = self._read.get(name, 0) + whole
+        return list(_events(data[:whole]))
 
 
 def _events(data: bytes) -> Iterable[AnyEvent]:

@@ -36,7 +36,7 @@ class MetricsFile:
         self._held: list[tuple[StepDone, int, str]] = []
         self._rates: Rates | None = None
         self._basis: tuple[Config, str, str] | None = None
-        self._status: dict[str, Any] = {}
+        self._whole: dict[str, Any] = {}
 
     def append(self, done: StepDone, *, attempt: int, layout: str) -> None:
         """A step was finished."""
@@ -64,7 +64,7 @@ class MetricsFile:
 
     def status(self) -> dict[str, Any]:
         """The newest whole line, for `ftrain status`."""
-        return self._status
+        return told(self._whole) if self._whole else {}
 
     def close(self) -> None:
         """Write what is held back, and close the file."""
@@ -85,7 +85,7 @@ class MetricsFile:
         if times is not None and self._rates is not None:
             rate = self._rates.rate(done.sequences, seconds)
             record |= {**rate_record(rate), **self._rates.terms(), **msgspec.to_builtins(times)}
-            self._status = told(record)
+            self._whole = record
         record.pop("type", None)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
