@@ -19,13 +19,13 @@ from benchmarks.peers.llama import Shape
 from benchmarks.peers.trainers import MicroBatch, Piped, Plain, Replicas, Sharded, Task, Tensor
 from benchmarks.text import Text
 from ftrain.config import Config
+from ftrain.lr import learning_rate
 from ftrain.model import init
 from ftrain.parallel.layout import num_kv_heads, parameters
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.partition import microbatches
 from ftrain.parallel.shape import MeshShape, mesh_shape
 from ftrain.parallel.stages import stage_plan
-from ftrain.train.lr import learning_rate
 from ftrain.train.step import Engine
 from storage.box import Box
 

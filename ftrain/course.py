@@ -166,6 +166,15 @@ def tokens_after(config: Config, steps: int) -> int:
     return tokens_read(config, cursor_at(config, steps))
 
 
+def updates_left(config: Config, step: int) -> float:
+    """Tokens from `step` to the end of a run that began at 0, in updates of the size that the newest one had."""
+    if step >= config.run.steps:
+        return 0.0
+    before = tokens_after(config, max(0, step - 1))
+    here = tokens_after(config, step) - before if step else tokens_after(config, 1)
+    return (tokens_after(config, config.run.steps) - tokens_after(config, step)) / here
+
+
 def phase_after(first_steps: Sequence[int], step: int) -> int:
     """The phase of the update that follows `step`, given where each phase that has begun did."""
     return max((number for number, first in enumerate(first_steps) if first <= step), default=0)

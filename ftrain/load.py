@@ -20,9 +20,10 @@ from msgspec import inspect as mi
 from ftrain import course, phases
 from ftrain.combinations import combinations, head_dim, kv_heads, num_chunks, replicas
 from ftrain.config import Config
+from ftrain.lr import learning_rate
 from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
-from ftrain.ramp import position, stretches
+from ftrain.ramp import stretches
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
 from ftrain.units import format_bytes, format_count
 
@@ -142,7 +143,6 @@ def layout_summary(config: Config) -> str:
     least, extra = divmod(micro, dp)
     share = f"{least} each" if not extra else f"{least + 1} on {extra}, {least} on {dp - extra}"
     tokens = batch.global_batch * config.data.seq_len
-    total = position(config, config.run.steps) * config.data.seq_len
     return "\n".join(
         (
             f"ranks   {parallel.ranks} = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {dp}, "
@@ -153,9 +153,29 @@ def layout_summary(config: Config) -> str:
             *_ramp(config),
             f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
             *_experts(config),
-            f"run     {config.run.steps} steps = {format_count(total)} tokens",
+            *_phases(config),
+            f"run     {config.run.steps} steps = {format_count(course.tokens_after(config, config.run.steps))} tokens",
         )
     )
+
+
+def _phases(config: Config) -> Iterator[str]:
+    """Where each phase begins, what it changes, and the learning rates of its first and last update."""
+    legs = course.course(config) if config.phases else ()
+    for leg in legs:
+        if not leg.steps:
+            yield f"phase   {leg.phase}: from {config.phases[leg.phase - 1].from_tokens:,} tokens on: not reached"
+            continue
+        first, stop = course.curve(config, legs, leg.phase)
+        lr = [
+            learning_rate(number - first, schedule=leg.config.schedule, peak=leg.config.optimizer.lr, total=stop - first)
+            for number in (leg.first_step + 1, leg.stop_step)
+        ]
+        made = "; ".join(f"{it.path} {it.new}" for it in (changes(legs[leg.phase - 1].config, leg.config) if leg.phase else ()))
+        yield (
+            f"phase   {leg.phase}: steps {leg.first_step + 1} to {leg.stop_step}, tokens {leg.first_token:,} to "
+            f"{leg.stop_token:,}, lr {lr[0]:.3g} to {lr[1]:.3g}{'; ' + made if made else ''}"
+        )
 
 
 def _pipeline(config: Config) -> Iterator[str]:

@@ -27,6 +27,7 @@ from recovery.events import (
     EvidenceLine,
     InterruptionClassified,
     LayoutChosen,
+    PhaseBegan,
     ProcessDied,
     Ready,
     Relabelled,
@@ -62,6 +63,9 @@ class AttemptRow(Struct, kw_only=True):
     ranks: int
     source: str
     restored_step: int
+    phase: int = 0
+    proof: str = ""
+    """What showed that the state it began with is the one that was saved."""
     start_s: float | None = None
     first_step: int | None = None
     last_step: int | None = None
@@ -79,6 +83,18 @@ class LayoutRow(Struct, frozen=True, kw_only=True):
     reason: str
     costs: str
     tokens_per_s: float | None
+
+
+class PhaseRow(Struct, frozen=True, kw_only=True):
+    """A change-over to another phase of the training, after update `step`."""
+
+    t: float
+    phase: int
+    phases: int
+    step: int
+    from_tokens: int
+    layout: str
+    changes: tuple[dict[str, Any], ...]
 
 
 class InterruptionRow(Struct, kw_only=True):
@@ -155,6 +171,7 @@ class Report(Struct, frozen=True, kw_only=True):
     checkpoints: CheckpointRows
     tokens_per_s_by_hour: dict[int, float]  # hour of the day, UTC
     layouts: list[LayoutRow] = []
+    phases: list[PhaseRow] = []
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for a JSON writer."""
@@ -198,6 +215,7 @@ class ReportBuilder:
         self._accounts = Accounts()
         self._attempts: dict[int, AttemptRow] = {}
         self._layouts: list[LayoutRow] = []
+        self._phases: list[PhaseRow] = []
         self._interruptions: dict[str, InterruptionRow] = {}
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
@@ -220,11 +238,14 @@ class ReportBuilder:
                     ranks=event.ranks,
                     source=event.source,
                     restored_step=event.restored_step,
+                    phase=self._state.training_phase,
                 )
             case Ready():
                 self._ready(event, before)
             case LayoutChosen():
                 self._layouts.append(LayoutRow(**{name: getattr(event, name) for name in LayoutRow.__struct_fields__}))
+            case PhaseBegan():
+                self._phases.append(PhaseRow(**{name: getattr(event, name) for name in PhaseRow.__struct_fields__}))
             case ProcessDied() | Suspected():
                 self._sign(event)
             case InterruptionClassified() | Decided() | Relabelled():
@@ -265,12 +286,13 @@ class ReportBuilder:
             checkpoints=self._checkpoints,
             tokens_per_s_by_hour={hour: tokens / s for hour, (tokens, s) in sorted(self._hours.items()) if s > 0},
             layouts=list(self._layouts),
+            phases=list(self._phases),
         )
 
     def _ready(self, event: Ready, step_before: int) -> None:
         lost = max(0, step_before - event.step)
         if row := self._attempts.get(event.attempt):
-            row.restored_step = event.step
+            row.restored_step, row.proof = event.step, event.proof
             row.start_s = event.t - row.t
         if earlier := self._attempts.get(event.attempt - 1):
             earlier.steps_lost = lost

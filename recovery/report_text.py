@@ -37,6 +37,7 @@ def lines(report: Report) -> list[str]:
         ),
         "",
         *_layouts(report),
+        *_phases(report),
         *_interruptions(report),
         *_causes(report),
         *_checkpoints(report),
@@ -48,6 +49,17 @@ def _layouts(report: Report) -> list[str]:
         return []
     rows = [f"  {_clock(row.t)}  {row.was} -> {row.layout}: {row.reason}; costs {row.costs}" for row in report.layouts]
     return ["changes of layout", *rows, ""]
+
+
+def _phases(report: Report) -> list[str]:
+    if not report.phases:
+        return []
+    rows = []
+    for row in report.phases:
+        what = "; ".join(f"{it['path']} {it['old']} -> {it['new']}" for it in row.changes)
+        which = f"phase {row.phase} of 0 to {row.phases - 1}, after step {row.step} ({row.layout})"
+        rows.append(f"  {_clock(row.t)}  {which}: {what}")
+    return ["phases", *rows, ""]
 
 
 def explain(events: Iterable[Event], attempt: int) -> list[str]:

@@ -6,10 +6,10 @@ from reference import Reference
 from tiny import data_of
 from world import run_world
 
+from ftrain.lr import learning_rate
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.shape import mesh_shape
 from ftrain.ramp import position
-from ftrain.train.lr import learning_rate
 from ftrain.train.step import Engine
 
 

@@ -12,8 +12,10 @@ import msgspec
 from ftrain.cli import render
 from ftrain.compose.ledgers import LedgerTail
 from ftrain.compose.metrics import newest, told
+from ftrain.compose.speed import Speed
+from ftrain.config import Config
 from ftrain.plan.rates import mfu_text
-from ftrain.units import format_bytes, format_count, format_seconds
+from ftrain.units import format_bytes, format_seconds
 from recovery import events
 from recovery.events import Event, steps_of
 from recovery.state import RunState, apply
@@ -34,7 +36,8 @@ class LiveView:
         self._tail = LedgerTail(folder / "ledger")
         self._state = RunState()
         self._speed = Speed()
-        self._steps = int(msgspec.json.decode((folder / "config.json").read_bytes())["run"]["steps"])
+        self._config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
+        self._steps = self._config.run.steps
         self._last_line_t = 0.0
         self._checkpoint = "none yet"
         self._live: Live | None = None
@@ -90,8 +93,8 @@ class LiveView:
         return f"{line}  {mfu_text(measured)}" if measured and measured["mfu"] is not None else line
 
     def _eta(self) -> str:
-        seconds = self._speed.step_s
-        return format_seconds(seconds * (self._steps - self._state.step)) if seconds else "unknown"
+        seconds = self._speed.eta_s(self._config, self._state.step)
+        return format_seconds(seconds) if seconds is not None else "unknown"
 
     def _panel(self) -> Panel:
         from rich.panel import Panel
@@ -101,6 +104,8 @@ class LiveView:
         loss = "" if state.loss is None else f"loss {state.loss:.4f}"
         decision = state.last_decision
         rows.add_row("layout", f"{state.layout}, attempt {state.attempt} ({state.phase})")
+        if self._config.phases:
+            rows.add_row("phase", f"{state.training_phase} of 0 to {len(self._config.phases)}")
         rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}  ETA {self._eta()}")
         if measured := newest(self._folder):
             texts = told(measured)
@@ -110,25 +115,6 @@ class LiveView:
         rows.add_row("checkpoint", f"storage: {self._checkpoint}; memory: step {state.snapshot_step}")
         rows.add_row("decision", f"{decision.action}: {decision.reason}" if decision else "none needed so far")
         return Panel(rows, title=f"run {state.run_id}", expand=False)
-
-
-class Speed:
-    """Seconds and tokens of recent steps, smoothed."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self._tokens = 0
-
-    def add(self, event: Event) -> None:
-        """Take in the steps an event reports."""
-        for record in steps_of(event):
-            seconds = record.t_end - record.t_begin
-            self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
-            self._tokens = record.tokens
-
-    def text(self) -> str:
-        """As shown."""
-        return f"{format_count(self._tokens / self.step_s)} tokens/s" if self.step_s else ""
 
 
 def sentence(event: Event) -> str:
@@ -170,6 +156,9 @@ def _trouble(event: Event) -> str:
             return f"place {event.node}/{event.slot} is back: {event.reason}"
         case events.LayoutChosen():
             return f"layout {event.was} -> {event.layout}: {event.reason}; costs {event.costs}"
+        case events.PhaseBegan():
+            what = "; ".join(f"{c['path']}: {c['old']!r} -> {c['new']!r}" for c in event.changes)
+            return f"phase {event.phase} of 0 to {event.phases - 1} begins after step {event.step} ({event.layout}): {what}"
         case events.StopRequested():
             return f"stop requested by {event.by}: finishing the step, saving"
         case events.RunEnded():

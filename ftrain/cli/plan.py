@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ftrain.cli import render
+from ftrain.cli.plan_phases import each_phase, of_phase
+from ftrain.cli.plan_text import show_text
 from ftrain.cli.types import COUNT, POSITIVE, Finite
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
-    from ftrain.plan.figure import Answer, Section, Table
+    from ftrain.plan.figure import Answer
     from ftrain.plan.setup import Setup
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +49,9 @@ class Asked:
     options: dict[str, Any]
     as_json: bool
     explain: bool
+    phase: int | None = None
+    """Of a config in phases; None: each of them."""
+    answers: list[Answer] | None = None
 
 
 _COMMON: tuple[Callable[[F], F], ...] = (
@@ -63,6 +68,7 @@ _COMMON: tuple[Callable[[F], F], ...] = (
     click.option("--sharding", type=click.Choice(["zero1", "fsdp", "hsdp", "hfsdp"]), help="Else the config's."),
     click.option("--inner", type=COUNT, default=0, help="hsdp, hfsdp: members of an inner group; else the config's."),
     click.option("--overlap", is_flag=True, help="Hide DP communication behind compute."),
+    click.option("--phase", type=COUNT, default=None, metavar="N", help="One phase of a config with [[phases]]; else each."),
     click.option("--json", "as_json", is_flag=True, help="Print as JSON."),
     click.option("--explain", is_flag=True, help="Print formula, inputs and source of every number."),
 )
@@ -84,9 +90,10 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
             options=options,
             as_json=given.pop("as_json"),
             explain=given.pop("explain"),
+            phase=given.pop("phase"),
         )
         try:
-            command(asked, **given)
+            each_phase(asked, lambda one: command(one, **given))
         except ValueError as error:  # every error of the planner and of the config loader is one
             render.fail(str(error), ExitCode.CONFIG)
 
@@ -102,7 +109,7 @@ def resolve(asked: Asked) -> Setup:
     from ftrain.plan import profile
     from ftrain.plan.setup import Setup, options_of
 
-    config = load(asked.config, asked.overrides)
+    config = of_phase(load(asked.config, asked.overrides), asked.phase)
     name = asked.hardware or profile.of(config)
     if not asked.hardware and not config.machine.hardware:
         render.note(f"--hardware not given: {name} assumed")
@@ -113,48 +120,13 @@ def resolve(asked: Asked) -> Setup:
 
 
 def show(asked: Asked, answer: Answer) -> None:
-    """Print an answer; a refused plan ends with exit code 3."""
-    if asked.as_json:
-        render.json(answer.as_dict())
-    else:
-        render.data(answer.title)
-        for section in answer.sections:
-            _section(section, explain=asked.explain)
-        for warning in answer.warnings:
-            render.data(f"\nwarning: {warning}")
-        for refusal in answer.refusals:
-            render.data(f"\nrefused: {refusal}")
+    """Print an answer; a refused plan ends with exit code 3. Of several phases they are kept until all are there."""
+    if asked.answers is not None:
+        asked.answers.append(answer)
+        return
+    render.json(answer.as_dict()) if asked.as_json else show_text(answer, explain=asked.explain)
     if answer.refusals:
         raise SystemExit(int(ExitCode.CONFIG))
-
-
-def _section(section: Section, *, explain: bool) -> None:
-    render.data(f"\n{section.title}")
-    width = max((len(figure.label) for figure in section.figures), default=0)
-    for figure in section.figures:
-        render.data(f"  {figure.label.ljust(width)}  {figure.text}")
-        if explain:
-            from ftrain.plan.figure import plain
-
-            inputs = ", ".join(f"{name} = {plain(value)}" for name, value in figure.why.inputs.items())
-            render.data(f"  {''.ljust(width)}    = {figure.why.formula}" + (f"; {inputs}" if inputs else ""))
-            render.data(f"  {''.ljust(width)}    source: {figure.why.source}")
-    if section.drawing:
-        render.data("\n" + section.drawing)
-    for table in section.tables:
-        _table(table, explain=explain)
-    for note in section.notes:
-        render.data(f"  note: {note}")
-
-
-def _table(table: Table, *, explain: bool) -> None:
-    render.data(f"\n  {table.title}")
-    render.table([f"  {table.columns[0]}", *table.columns[1:]], [[f"  {row[0]}", *row[1:]] for row in table.rows])
-    if explain:
-        for name, formula in table.formulas.items():
-            render.data(f"      {name} = {formula}")
-        if table.source:
-            render.data(f"      source: {table.source}")
 
 
 def _write(path: str, text: str) -> None:
@@ -246,7 +218,7 @@ def time(asked: Asked, against: tuple[str, ...], achieved: float, **given: Any) 
     from ftrain.plan import time as planner
 
     setup = resolve(asked)
-    other = replace(setup, config=load(asked.config, (*asked.overrides, *against))) if against else None
+    other = replace(setup, config=of_phase(load(asked.config, (*asked.overrides, *against)), asked.phase)) if against else None
     work = planner.Work(achieved_tflops=achieved, **given)
     show(asked, planner.answer(setup, work, other=other))
 

@@ -9,15 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from ftrain.cli import render
 from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
-from ftrain.cli.live_view import Speed, sentence
+from ftrain.cli.live_view import sentence
 from ftrain.cli.problems import told
+from ftrain.compose.speed import Speed
+from ftrain.config import Config
 from ftrain.units import format_bytes, format_count, format_seconds
 from recovery.codes import ExitCode
 from recovery.events import AnyEvent, CheckpointCommitted, Event, RunStarted, steps_of
@@ -115,6 +118,7 @@ class Screen:
         self._told: deque[str] = deque(maxlen=6)
         self._saved: CheckpointCommitted | None = None
         self._steps: int | None = None
+        self._config: Config | None = None
         self._report: Report | None = None
         self._booked = float("-inf")
         self._is_new = False
@@ -140,6 +144,7 @@ class Screen:
                 self._saved = event
             if isinstance(event, RunStarted):
                 self._steps = event.config.get("run", {}).get("steps")
+                self._config = readable(event.config)
             for record in steps_of(event):
                 seconds = record.t_end - record.t_begin
                 self._losses += [record.loss] if record.loss is not None else []
@@ -166,10 +171,10 @@ class Screen:
         from rich.text import Text
 
         state, report = self._state, self._books()
-        left = self._speed.step_s * (self._steps - state.step) if self._steps and not self.is_over else 0.0
-        eta = f"  ETA {format_seconds(left)}" if left > 0 else ""
+        left = None if self.is_over else self._speed.eta_s(self._config, state.step)
+        eta = f"  ETA {format_seconds(left)}" if left else ""
         rows: list[tuple[str, RenderableType]] = [
-            ("layout", Text(f"{state.layout}, attempt {state.attempt}")),
+            ("layout", Text(f"{state.layout}, attempt {state.attempt}{self._phase()}")),
             ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (_bar(state.step, self._steps), "green"), eta)),
             ("loss", Text.assemble(f"{state.loss:.4f}  " if state.loss is not None else "-  ", (spark(self._losses), "cyan"))),
             ("speed", Text.assemble(f"{self._speed.text()}  ", (spark(list(self._rates)), "cyan"))),
@@ -184,6 +189,10 @@ class Screen:
             rows.append(("trouble", Text(f"interruptions {len(report.interruptions)}, steps done again {report.steps_lost}")))
         return rows
 
+    def _phase(self) -> str:
+        phases = len(self._config.phases) if self._config else 0
+        return f", phase {self._state.training_phase} of 0 to {phases}" if phases else ""
+
     def _checkpoint(self) -> str:
         storage = f"step {self._saved.step} ({format_bytes(self._saved.nbytes)})" if self._saved else "none yet"
         return f"storage: {storage}; memory: step {self._state.snapshot_step}"
@@ -197,6 +206,14 @@ class Screen:
             except ReportError:  # in the middle of something; the last books stand until it is over
                 return self._report
         return self._report
+
+
+def readable(config: dict[str, Any]) -> Config | None:
+    """The config of a ledger, if this version can read it."""
+    try:
+        return msgspec.convert(config, Config)
+    except msgspec.ValidationError:
+        return None
 
 
 def spark(values: Sequence[float], width: int = 40) -> str:

@@ -33,6 +33,7 @@ from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
+from ftrain.compose.speed import Speed
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
 from ftrain.config import Config
@@ -62,6 +63,7 @@ class RunDelegate(StoringDelegate):
         super().__init__(launch, config, run, folder, policies)
         self._policies, self._endwatch = policies, endwatch
         self._metrics = MetricsFile(self._local)
+        self._speed = Speed()
         self._links: Links | None = None
         self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._taken: dict[Group, set[int]] = defaultdict(set)
@@ -130,6 +132,7 @@ class RunDelegate(StoringDelegate):
         differently = previous.differently if previous is not None else ()
         decided = self._enter_phase(self._memory_step, differently)
         decided += self._layouts.choose(self.links.places(), "the places that there are")
+        self._speed.begin(self._layouts.text, self._layouts.phase)
         self._debts.started(attempt, self._epoch)
         self._attempt, own, older = attempt, *self._layouts.started(attempt)
         self._copies.started(self._layouts.ring if self._layouts.copied else ())
@@ -205,9 +208,11 @@ class RunDelegate(StoringDelegate):
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
         self._last_step, self._step = done, done.step
+        told = step_events(done, attempt)
+        self._speed.add(told[0])
         self._moved |= {done.step} if done.applied and done.lr > 0 else set()
         self._metrics.append(done, attempt=attempt, layout=self._layouts.text)
-        return [*self._doubts.on_step(done, attempt), *step_events(done, attempt)]
+        return [*self._doubts.on_step(done, attempt), *told]
 
     def _on_snapshot(self, taken: SnapshotTaken, attempt: int) -> list[Event]:
         group = (attempt, taken.step)
@@ -313,6 +318,7 @@ class RunDelegate(StoringDelegate):
             "steps": self._config.run.steps,
             **phase_status(self._layouts.whole, self._layouts.phase, self._step),
             **step_status(self._last_step),
+            "eta_s": self._speed.eta_s(self._layouts.whole, self._step),
             **self._metrics.status(),
             "collect_error": self._committer.collect_error if self._committer else "",
             **self._places.status(),

@@ -33,6 +33,7 @@ from ftrain.model.names import (
 from ftrain.parallel.arrays import MASTER, SLOTS, WEIGHTS, StateTypes, array_specs
 from ftrain.parallel.layout import ParameterSpec, parameters
 from ftrain.parallel.shape import MeshShape
+from ftrain.phases import config_of
 from storage.box import Box
 from storage.checkpoint import Checkpoint, native_dtype
 from storage.commit import CommitRef
@@ -123,13 +124,22 @@ def _write(form: Form, destination: ObjectStore, tensors: list[Tensor], compress
 
 def _config_json(checkpoint: Checkpoint, dtype: str) -> dict[str, Any] | None:
     """The model's `config.json`, if the progress record says which model it is."""
-    progress = checkpoint.progress
-    saved = progress.get("config") or progress.get("imported") or {}
+    saved = _saved(checkpoint.progress)
     if "model" not in saved:
         return None
     model = msgspec.convert(saved["model"], Model)
     seq_len = saved.get("data", {}).get("seq_len") or saved.get("seq_len") or 4096
     return hugging_face_config(model, seq_len=seq_len, dtype=dtype)
+
+
+def _saved(progress: dict[str, Any]) -> dict[str, Any]:
+    """What is known of the config: that of the checkpoint's phase, or what an import noted."""
+    if not progress.get("config"):
+        return dict(progress.get("imported") or {})
+    try:
+        return dict(msgspec.to_builtins(config_of(progress)))
+    except msgspec.ValidationError:
+        return dict(progress["config"])  # written by another version
 
 
 def import_run(form: Literal["safetensors", "dcp"], source: str, url: str, *, config: str | None = None) -> CommitRef:

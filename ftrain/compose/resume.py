@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from ftrain.config import Config
+from ftrain.course import Cursor, tokens_read
 from ftrain.load import Change, changes
+from ftrain.phases import effective
 from storage.run import RunStore
 
 
@@ -18,10 +21,12 @@ class Resume:
 
     step: int | None
     changes: tuple[Change, ...] = ()
+    past: tuple[str, ...] = ()
+    """Why phases that are over, or have begun, cannot be as the new config says."""
 
     def refused(self, *, accept: bool) -> list[str]:
         """Why this run may not go on with the new config; empty if it may."""
-        found = []
+        found = list(self.past)
         for change in self.changes:
             what = f"{change.path}: was {change.old!r}, is {change.new!r}"
             if change.kind == "refused":
@@ -54,4 +59,58 @@ def look(run: RunStore, config: Config) -> Resume:
         old = msgspec.convert(saved, Config)
     except msgspec.ValidationError:
         return Resume(step=checkpoint.step)  # written by another version: nothing that could be compared
-    return Resume(step=checkpoint.step, changes=tuple(changes(old, config)))
+    return compared(old, config, checkpoint.step, Cursor.of(checkpoint.progress))
+
+
+def compared(old: Config, new: Config, step: int, cursor: Cursor) -> Resume:
+    """Outside the table, and in the phase that the run is in, a value may change as ever; what later phases do is recorded."""
+    if not old.phases and not new.phases:
+        return Resume(step=step, changes=tuple(changes(old, new)))
+    number = min(cursor.phase, len(old.phases))
+    past = list(_past(old, new, number, tokens_read(old, cursor)))
+    if past:
+        return Resume(step=step, past=tuple(past))
+    now = [
+        Change(_where(change.path, new, number), change.old, change.new, change.kind)
+        for change in changes(effective(old, number), effective(new, number))
+    ]
+    known = {change.path for change in now}
+    base = [it for it in changes(replace(old, phases=()), replace(new, phases=())) if it.path not in known]
+    return Resume(step=step, changes=(*now, *base, *_later(old, new, number)))
+
+
+def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
+    """What the new config says otherwise of phases before the one with this number, and of when it and later ones begin."""
+    was, now = msgspec.to_builtins(old.phases), msgspec.to_builtins(new.phases)
+    for index in range(number):
+        entry = now[index] if index < len(now) else None
+        if entry is None or entry["from_tokens"] != was[index]["from_tokens"]:
+            given = "is missing" if entry is None else f"was {was[index]['from_tokens']}, is {entry['from_tokens']}"
+            yield f"phases.{index}.from_tokens: {given}: this phase has begun; set it back"
+        elif index < number - 1 and entry != was[index]:
+            yield f"phases.{index}: was {was[index]}, is {entry}: this phase is over; set it back"
+    for index in range(number, len(now)):
+        if now[index]["from_tokens"] <= read and (index >= len(was) or was[index] != now[index]):
+            given = f"given {now[index]['from_tokens']}, and the run has read {read} tokens"
+            yield f"phases.{index}.from_tokens: {given}: give more"
+    before = {it.path for it in changes(effective(old, number), effective(new, number))}
+    for it in changes(replace(old, phases=()), replace(new, phases=())) if number else ():
+        if it.kind == "accept" and it.path not in before:
+            yield f"{it.path}: was {it.old!r}, is {it.new!r}: it only counts in a phase that is over; set it back"
+
+
+def _where(path: str, config: Config, number: int) -> str:
+    """The path of a phase's value: in the newest entry of the table that names it, or outside."""
+    section, _, name = path.partition(".")
+    for index in range(number - 1, -1, -1):
+        if name in (getattr(config.phases[index], section, None) or {}):
+            return f"phases.{index}.{path}"
+    return path
+
+
+def _later(old: Config, new: Config, number: int) -> Iterator[Change]:
+    was, now = msgspec.to_builtins(old.phases), msgspec.to_builtins(new.phases)
+    for index in range(number, max(len(was), len(now))):
+        before, after = (found[index] if index < len(found) else None for found in (was, now))
+        if before != after:
+            yield Change(f"phases.{index}", before, after, "recorded")

@@ -11,6 +11,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.stores import opened_run
 from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
+from ftrain.phases import config_of as trained_with
 from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.errors import FormatError
@@ -105,7 +106,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
     import msgspec
 
     try:
-        return msgspec.convert(checkpoint.progress["config"], Config)
+        return trained_with(checkpoint.progress)
     except (KeyError, msgspec.ValidationError) as error:
         raise FormatError(f"the checkpoint of step {checkpoint.step} has no config this version can read: {error}") from error
 

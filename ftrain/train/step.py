@@ -23,6 +23,7 @@ import torch
 
 from ftrain.config import Config
 from ftrain.course import Curve
+from ftrain.lr import learning_rate
 from ftrain.model import init
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.arrays import EXACT, StatePiece, StateTypes, array_specs
@@ -37,7 +38,6 @@ from ftrain.parallel.stages import config_parameters
 from ftrain.ramp import global_batch_at
 from ftrain.train.batch import Data, Sequences
 from ftrain.train.evaluate import evaluate
-from ftrain.train.lr import learning_rate
 from ftrain.train.passes import Passes
 from ftrain.train.replay import differing
 from ftrain.train.votes import Flags, Vote, vote

@@ -1,75 +1,122 @@
-"""How fast a run has been under each of its layouts, and when it will be done at that pace.
+"""How fast a run has been at each of its sizes, and when it will be done at that pace.
 
-Scaling out is done in steps, and each step is judged by real tokens a second, not by the plan: one row a layout, in the order
-in which they were used. The end is predicted from the newest layout's median step and corrected by the effective time so far,
-because the failures of the past are the best guess for those to come.
+Scaling out is done in steps, and each step is judged by real tokens a second, not by the plan: one row a size (a layout in a
+phase), in the order in which they were used, and with the proof that the run went on from the very state that was saved. The
+end is predicted from the newest size's median step and corrected by the effective time so far, because the failures of the
+past are the best guess for those to come.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
+from collections.abc import Iterator
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ftrain.course import cursor_at, updates_left
+from ftrain.data.reading import Consumed, consumed
 from ftrain.view.measured import warm
 from ftrain.view.numbers import median, show
 from ftrain.view.record import Recorded
+from recovery.report import AttemptRow
 
 
 class PaceRow(Struct, frozen=True, kw_only=True):
-    """One layout. `per_rank` is relative to the first layout's: 1.0 is perfect scaling."""
+    """One size. `per_rank` is relative to the first one's: 1.0 is perfect scaling. `from_step`, `proof`: the state it began
+    with, and what showed that this is the one that was saved (empty: there was nothing to load).
+    """
 
     layout: str
     ranks: int
+    phase: int = 0
     steps: int
     tokens_per_update: int
     step_s: float
     tokens_per_s: float
     per_rank: float
+    from_step: int = 0
+    proof: str = ""
 
 
 class Pace(Struct, frozen=True, kw_only=True):
-    """All layouts, and what is left. `eta_s` is None without a config or a step."""
+    """All sizes, what is left, and what was read. `eta_s` is None without a config or a step."""
 
     rows: tuple[PaceRow, ...] = ()
     steps_left: int | None = None
     eta_s: float | None = None
-    eta_how: str = "steps left x median step of the newest layout / effective time so far"
+    eta_how: str = "tokens left / those of an update x median step of the newest size / effective time so far"
+    read: tuple[Consumed, ...] = ()
 
 
 def pace(run: Recorded) -> Pace:
     """The pace of a run."""
-    rows: list[PaceRow] = []
+    rows = list[PaceRow]()
+    for row in _sizes(run):
+        if row.step_s > 0:
+            rows.append(_beside(row, rows[0] if rows else row))
+    if run.config is None:
+        return Pace(rows=tuple(rows))
+    left, eta, step = max(0, run.config.run.steps - run.report.step), None, run.report.step
+    if rows and run.report.effective_time > 0:
+        eta = updates_left(run.config, step) * rows[-1].step_s / run.report.effective_time
+    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta, read=consumed(run.config, cursor_at(run.config, step)))
+
+
+def _sizes(run: Recorded) -> Iterator[PaceRow]:
+    """Each size as it was measured, in the order of their first use."""
     attempts = {row.attempt: row for row in run.report.attempts}
-    for layout in dict.fromkeys((row.layout, row.ranks) for row in run.report.attempts):
-        steps = [done for done in run.steps if (attempts[done.attempt].layout, attempts[done.attempt].ranks) == layout]
-        step = median([done.seconds for done in warm(steps)])
-        if step is None or step.value <= 0:
-            continue
-        tokens = median([done.record.tokens for done in steps])
+    for size in dict.fromkeys(_size(row) for row in run.report.attempts):
+        steps = [done for done in run.steps if _size(attempts[done.attempt]) == size]
+        step, tokens = median([done.seconds for done in warm(steps)]), median([done.record.tokens for done in steps])
+        first = next(row for row in run.report.attempts if _size(row) == size)
         update = round(tokens.value) if tokens else 0
-        rate = update / step.value
-        first = rows[0].tokens_per_s / rows[0].ranks if rows else rate / layout[1]
-        rows.append(
-            PaceRow(layout=layout[0], ranks=layout[1], steps=len(steps), tokens_per_update=update, step_s=step.value,
-                    tokens_per_s=rate, per_rank=rate / layout[1] / first if first else 0.0)
-        )  # fmt: skip
-    left = max(0, run.config.run.steps - run.report.step) if run.config else None
-    eta = None
-    if left is not None and rows and run.report.effective_time > 0:
-        eta = left * rows[-1].step_s / run.report.effective_time
-    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta)
+        phase, layout, ranks = size
+        yield PaceRow(
+            layout=layout,
+            ranks=ranks,
+            phase=phase,
+            steps=len(steps),
+            tokens_per_update=update,
+            step_s=step.value if step else 0.0,
+            tokens_per_s=update / step.value if step and step.value > 0 else 0.0,
+            per_rank=1.0,
+            from_step=first.restored_step,
+            proof=first.proof,
+        )
+
+
+def _size(row: AttemptRow) -> tuple[int, str, int]:
+    return row.phase, row.layout, row.ranks
+
+
+def _beside(row: PaceRow, first: PaceRow) -> PaceRow:
+    """With its worth against the first size."""
+    rate = first.tokens_per_s / first.ranks
+    return replace(row, per_rank=row.tokens_per_s / row.ranks / rate if rate else 0.0)
 
 
 def lines(found: Pace) -> list[str]:
-    """As text: nothing for a run of one layout that is done."""
+    """As text: nothing for a run of one size that is done."""
     told: list[str] = []
     if len(found.rows) > 1:
-        told.append("pace by layout")
+        told.append("pace by size")
+        told += [f"  {_line(row)}" for row in found.rows]
+    if len({it.seq_len for it in found.read}) > 1 or len(found.rows) > 1:
+        told.append("data read")
         told += [
-            f"  {row.layout} ({row.ranks} ranks): {row.steps} steps of {show(row.tokens_per_update, 'tokens')} tokens, "
-            f"{show(row.step_s, 's')} each, {show(row.tokens_per_s, 'tokens/s')}, a rank at {100 * row.per_rank:.0f} % of "
-            "the first layout's"
-            for row in found.rows
+            f"  {it.path}: {it.sequences} sequences of {it.seq_len} tokens = {show(it.tokens, 'tokens')} tokens"
+            for it in found.read
         ]
     if found.steps_left and found.eta_s is not None:
         told.append(f"{found.steps_left} steps left: {show(found.eta_s, 's')} ({found.eta_how})")
     return told
+
+
+def _line(row: PaceRow) -> str:
+    phase = f"phase {row.phase}, " if row.phase else ""
+    seam = f"went on from step {row.from_step}: {row.proof}" if row.proof else "from the beginning"
+    return (
+        f"{phase}{row.layout} ({row.ranks} ranks): {row.steps} steps of {show(row.tokens_per_update, 'tokens')} tokens, "
+        f"{show(row.step_s, 's')} each, {show(row.tokens_per_s, 'tokens/s')}, a rank at {100 * row.per_rank:.0f} % of "
+        f"the first size's; {seam}"
+    )

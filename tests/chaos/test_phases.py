@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
 import pytest
 
+from ftrain.compose.proof import stored_digests
 from recovery.events import AttemptStarted, InterruptionClassified, PhaseBegan, Ready, steps_of
-from tests.runs import TinyRun
+from tests.commands import ftrain, ftrain_json
+from tests.runs import TinyRun, finish, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -73,3 +82,99 @@ def test_a_run_changes_over_at_each_boundary_through_its_own_checkpoint(quiet: T
     assert not any(isinstance(event, InterruptionClassified) for event in events)
     done = [record.step for event in events for record in steps_of(event)]
     assert done == list(range(1, 21)), "no step is done twice, none is left out"
+    assert "phase 2 of 0 to 2" in ftrain("watch", quiet.url, "--once").stdout
+
+
+def test_the_report_has_a_line_for_each_phase_size_and_source(corpus: str, quiet: TinyRun) -> None:
+    told = ftrain_json("report", quiet.url)
+    assert [(row["phase"], row["step"]) for row in told["phases"]] == [(1, 8), (2, 14)]
+    rows = told["pace"]["rows"]
+    assert [(row["phase"], row["ranks"], row["steps"], row["from_step"]) for row in rows] == [
+        (0, 1, 8, 0),
+        (1, 2, 6, 8),
+        (2, 2, 6, 14),
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert [row["proof"][:10] for row in rows] == ["", "digests of", "digests of"]
+    assert told["pace"]["read"] == [[corpus, 32, 112, 3584], [corpus, 64, 24, 1536]]
+    text = ftrain("report", quiet.url).stdout
+    assert "phase 1 of 0 to 2, after step 8" in text
+    assert "24 sequences of 64 tokens" in text
+
+
+def strike(run: TinyRun, kind: str) -> None:
+    """kill -9 of one of the run's processes, if it lives just now."""
+    with suppress(psutil.NoSuchProcess, IndexError):
+        os.kill(run.processes()[kind][0].pid, signal.SIGKILL)
+
+
+def kill(step: int, rank: int, at: str = "step") -> str:
+    return f'[[faults]]\nkind = "kill"\nat = "{at}"\nstep = {step}\nrank = {rank}\n'
+
+
+def check_same_end(run: TinyRun, quiet: TinyRun) -> None:
+    """The same state, bit for bit, by the same steps on the same data."""
+    assert stored_digests(run.url) == stored_digests(quiet.url)
+    assert learned(run) == learned(quiet)
+    newest = [event.phase for event in run.events() if isinstance(event, PhaseBegan)][-1]
+    assert newest == 2
+
+
+def test_killed_once_in_each_phase_a_run_ends_as_the_unbroken_one(corpus: str, quiet: TinyRun, tmp_path: Path) -> None:
+    """A worker in each of them, by SIGKILL; and between these the coordinator, in each of them too."""
+    run = replace(quiet, folder=tmp_path, url="", extra=PHASES + kill(5, 0) + kill(11, 1) + kill(17, 0))
+    with no_process_left(run):
+        parent = run.start()
+        for step in (2, 9, 15):
+            run.wait_for_step(step)
+            strike(run, "coordinator")
+        code, output = finish(parent)
+    assert code == 0, output
+    check_same_end(run, quiet)
+    verdicts = [event for event in run.events() if isinstance(event, InterruptionClassified)]
+    assert len(verdicts) == 3, "the coordinator's deaths interrupt nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["copy", "restore", "upload", "before_commit", "after_commit"])
+@pytest.mark.parametrize("step", [8, 14])
+def test_a_kill_during_the_change_over_itself(point: str, step: int, corpus: str, quiet: TinyRun, tmp_path: Path) -> None:
+    """While the boundary's state is copied, stored or committed, or just loaded under the next phase."""
+    run = replace(quiet, folder=tmp_path, url="", extra=PHASES + kill(step, 0, point))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == 0, output
+    check_same_end(run, quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["coordinator", "agent", "keeper", "zygote"])
+@pytest.mark.parametrize("step", [7, 8, 13, 14])
+def test_any_process_may_die_around_a_boundary(victim: str, step: int, corpus: str, quiet: TinyRun, tmp_path: Path) -> None:
+    """With the agent the memory goes too: storage may end before the boundary, and then the phase before it is gone on with."""
+    run = replace(quiet, folder=tmp_path, url="", extra=PHASES)
+    with no_process_left(run):
+        parent = run.start()
+        run.wait_for_step(step)
+        strike(run, victim)
+        code, output = finish(parent)
+    assert code == 0, output
+    check_same_end(run, quiet)
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_a_phase_goes_on_in_it_and_past_phases_are_fixed(corpus: str, quiet: TinyRun, tmp_path: Path) -> None:
+    run = replace(quiet, folder=tmp_path, url="", extra=PHASES)
+    parent = run.start()
+    run.wait_for_step(9)
+    ftrain("stop", run.url)
+    assert finish(parent)[0] == 75
+    code, output = run.run("--set", "phases.0.from_tokens=1000")
+    assert code != 0
+    assert "phases.0.from_tokens: was 2000, is 1000: this phase has begun" in output
+    code, output = run.run("--set", "phases.1.optimizer.lr=1e-3")
+    assert code == 0, output
+    assert "phases.1: " in output, "what a later phase does otherwise stands in the ledger"
+    ours, theirs = learned(run), learned(quiet)
+    assert {step: ours[step][:2] for step in range(1, 15)} == {step: theirs[step][:2] for step in range(1, 15)}
+    assert ours[20][2] == pytest.approx(2 * (theirs[20][2] or 0))

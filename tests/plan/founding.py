@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "founding-rows.md"
 
 A = "configs/dense-500b.toml --hardware b200 --params 500e9"
 B = "configs/llama3-405b.toml --hardware h100"
+PHASES = "configs/llama3-405b-phases.toml --hardware h100"
 B405 = f"{B} --params 405e9"
 DP_ONLY = "--set parallel.tp=1 --set parallel.pp=1 --set batch.global_batch=5120"
 EXPERTS = "configs/mixtral-8x7b.toml --hardware h100"
@@ -99,7 +100,7 @@ ROWS: dict[int, tuple[str, str]] = {
     66: ("GPipe bubble: 0.4839, 0.1899, 0.1049", f"plan schedule {B} --schedule gpipe --microbatches 64"),
     67: ("m >= 4p is not negligible: 19 %", f"plan schedule {B} --microbatches 64"),
     68: ("Interleaved: (p-1)/(V m) of compute, not of total", f"plan schedule {B} --schedule interleaved --chunks 2"),
-    69: ("4D layouts: DP 128, and 8 in the long phase", f"plan memory {B} --set parallel.cp=16 --set data.seq_len=131072"),
+    69: ("4D layouts: DP 128, and 8 in the long phase", f"plan memory {PHASES} --phase 3"),
     70: ("Nesting order", f"plan traffic {B} --set 'parallel.order=[\"dp\",\"tp\",\"cp\",\"pp\"]'"),
     71: ("EP is a fifth cut, not used by the dense model, and no factor of the ranks", f"plan memory {EXPERTS}"),
     72: ("MFU with its peak", f"plan time {B} --achieved 400"),

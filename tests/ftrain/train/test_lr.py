@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ftrain.config import Schedule
-from ftrain.train.lr import learning_rate
+from ftrain.lr import learning_rate
 
 
 def rate(number, **schedule):
