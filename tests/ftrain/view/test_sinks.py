@@ -77,7 +77,7 @@ def test_a_run_is_handed_over_in_order_and_in_parts() -> None:
 
 
 def test_weights_and_biases_gets_its_own_axis_and_the_attempt(tmp_path: Path) -> None:
-    """The library stands in as a module that writes down its calls: the real one starts services and wants an account."""
+    """A module that writes down its calls stands in for the library, which is heavy; test_wandb_offline.py has the real one."""
     (tmp_path / "wandb.py").write_text(
         "import json, sys\n"
         "class Run:\n"
