@@ -136,13 +136,8 @@ class Reporter:
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if not self.ours:  # a data loader's process: whoever ends it means it
+        if os.getpid() != self._pid:  # a data loader's process: whoever ends it means it
             os.kill(os.getpid(), signal.SIGTERM)
-
-    @property
-    def ours(self) -> bool:
-        """Whether this is the process that took the descriptors, and not a fork of it (a data loader)."""
-        return os.getpid() == self._pid
 
     def progress(self, step: int, loss: float | None, tokens: int) -> bool:
         """A step is finished; whether the run is to stop."""
@@ -197,13 +192,20 @@ class Reporter:
 _reporters: list[Reporter | None] = []
 
 
+def _forked() -> None:
+    """A fork of a script (a data loader's process) is not the script, whichever of them speaks first."""
+    _reporters[:] = [None]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def reporter() -> Reporter | None:
     """The way to the supervisor; None if nobody supervises this process."""
     if not _reporters:
         link = inherited(os.environ)
         _reporters.append(Reporter(link) if link is not None else None)
-    found = _reporters[0]
-    return found if found is not None and found.ours else None
+    return _reporters[0]
 
 
 def progress(step: int | None = None, *, loss: float | None = None, tokens: int = 0, phase: str = STEP) -> bool:

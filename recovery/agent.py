@@ -32,7 +32,7 @@ from recovery.crew import Crew, Surroundings
 from recovery.events import ProcessKind
 from recovery.heartbeat import CONTROL_SIZE, ControlWriter
 from recovery.helper import Callbacks, Helper
-from recovery.launch import Spawn, become_subreaper, boot_id, children, python, start_time
+from recovery.launch import Spawn, become_subreaper, boot_id, children, descendants, python, start_time
 from recovery.loop import Loop
 from recovery.memory import Areas, MemoryLimitError, memfd
 from recovery.messages import (
@@ -175,12 +175,13 @@ class Agent:
             self._early[pid] = status
 
     def _kill_strays(self) -> None:
-        """No worker is left: whatever else we adopted is a left-over of one, and may hold memory, ports or files."""
-        for pid in children():
-            if pid not in (self._zygote.pid, self._keeper.pid):
-                log.warning("killing left-over process %d", pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """No worker is left: whatever else we adopted, with all that hangs on it, is a left-over of one, and may hold memory,
+        ports or files."""
+        adopted = [pid for pid in children() if pid not in (self._zygote.pid, self._keeper.pid)]
+        for pid in [*adopted, *(other for parent in adopted for other in descendants(parent))]:
+            log.warning("killing left-over process %d", pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
     def _zygote_started(self) -> None:
         if self.crew is not None:

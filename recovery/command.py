@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -116,12 +117,19 @@ def become(fork: Fork, channel: Channel[ToWorkerProcess], fds: Mapping[str, int]
 
 def inherited(environment: Mapping[str, str]) -> Link | None:
     """The link of this process, if it has one: the variable may be there without the descriptors, as in a child of the program
-    that got all of the environment and none of the files."""
+    that got all of the environment and none of the files. A mere fork of the program (a data loader) has both, and no link."""
     with contextlib.suppress(msgspec.DecodeError, OSError, KeyError):
         link = msgspec.json.decode(environment[LINK], type=Link)
-        if _Descriptors(link.heartbeat, link.control, link.channel).inodes() == link.inodes:
+        if _Descriptors(link.heartbeat, link.control, link.channel).inodes() == link.inodes and not _is_a_fork():
             return link
     return None
+
+
+def _is_a_fork() -> bool:
+    """Whether this process still runs what its parent runs: a command line of its own comes with exec."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/cmdline").read_bytes() == Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    return False
 
 
 def claim_stacks() -> None:

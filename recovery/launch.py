@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
 import signal
@@ -80,6 +81,15 @@ def children() -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:  # a kernel without checkpoint/restore support does not tell
         return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of everything that the process `pid` has started and that still hangs on it, nearest first."""
+    found: list[int] = []
+    for task in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in Path(task).read_text().split()]
+    return found + [other for child in found for other in descendants(child)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

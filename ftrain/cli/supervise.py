@@ -21,6 +21,8 @@ from recovery.codes import ExitCode
 if TYPE_CHECKING:
     from ftrain.compose.command_launch import CommandLaunch
 
+AT_ONCE = 1 << 20
+
 
 @click.command(context_settings={"allow_interspersed_args": False})  # the rest belongs to the command
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -180,12 +182,15 @@ class Echo:
         self._copy()
 
     def _copy(self) -> None:
+        """As it was written. Where nobody reads any more there is nothing to show, and the run goes on."""
         if self._log is None or not self._log.exists():
             return
-        with self._log.open("rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        self._position += len(data)
-        if data:
-            sys.stdout.write(data.decode(errors="replace"))
-            sys.stdout.flush()
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._position)
+                while data := file.read(AT_ONCE):
+                    self._position += len(data)
+                    sys.stdout.buffer.write(data)
+                    sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -197,7 +197,8 @@ def main(argv: list[str]) -> int:
 def run_url(given: str, argv: tuple[str, ...]) -> str:
     """The run's folder: as given, or runs/NAME after the script."""
     if given:
-        return absolute_url(given)
+        path = Path(given)
+        return absolute_url(str(path.resolve()) if ".." in path.parts else given)  # what it goes back through may be deleted
     script = next((word for word in argv if word.endswith(".py")), argv[0] if argv else "command")
     return absolute_url(f"runs/{Path(script).stem}")
 

@@ -59,7 +59,7 @@ class Job:
         """So many such events, of this step or a later one."""
 
         def there() -> bool:
-            found = [event for event in self.events(kind) if getattr(event, "step", 0) >= step]
+            found = [event for event in self.events(kind) if (getattr(event, "step", 0) or 0) >= step]
             return len(found) >= count
 
         wait_until(there, f"{count} x {kind.__name__}: {self.output()[-3000:]}", PATIENCE_S)
@@ -220,28 +220,32 @@ def test_patterns_are_read_on_every_node_of_a_shared_folder_and_a_drained_node_i
     words = ("--nnodes", "2", "--nproc", "1", "--progress-pattern", r"step (\d+)", *python("quiet.py"))
     with supervised(tmp_path, *words) as run, nodes_run(run, "n1", "n2", "n3") as nodes:
         run.wait_event(StepFinished, lambda event: event.step >= 5)
-        nodes.wait_for_nodes("n3")
-        refused = ftrain("drain", run.url, "n2")
+        nodes.wait_for_nodes("n1", "n2", "n3")
+        first, second = run.events(AttemptStarted)[0].nodes
+        (spare,) = {"n1", "n2", "n3"} - {first, second}
+        refused = ftrain("drain", run.url, second)
         assert refused.returncode == 2
         assert "does not call ftrain.progress" in refused.stderr
-        nodes.kill("n1")  # the teller
+        nodes.kill(first)  # where the teller is
         run.wait_event(StepFinished, lambda event: event.attempt == 1 and event.step >= 5)
         run.process.send_signal(signal.SIGTERM)
         code, _, err = run.wait()
     assert code == 75, err
-    assert [event.nodes for event in run.events(AttemptStarted)] == [("n1", "n2"), ("n3", "n2")]
+    assert [event.nodes for event in run.events(AttemptStarted)] == [(first, second), (spare, second)]
     (tmp_path / "talks").mkdir()
     (tmp_path / "talks" / "train.py").write_text(COUNTS)
     words = ("--nnodes", "2", "--nproc", "1", *python("train.py"))
     with supervised(tmp_path / "talks", *words) as run, nodes_run(run, "n1", "n2", "n3") as nodes:
         run.wait_event(StepFinished, lambda event: event.step >= 5)
-        nodes.wait_for_nodes("n3")
-        assert ftrain("drain", run.url, "n2").returncode == 0
+        nodes.wait_for_nodes("n1", "n2", "n3")
+        first, second = run.events(AttemptStarted)[0].nodes
+        (spare,) = {"n1", "n2", "n3"} - {first, second}
+        assert ftrain("drain", run.url, second).returncode == 0
         run.wait_event(StepFinished, lambda event: event.attempt == 1)
         assert ftrain("stop", run.url).returncode == 0
         code, _, err = run.wait()
     assert code == 75, err
-    assert [event.nodes for event in run.events(AttemptStarted)] == [("n1", "n2"), ("n1", "n3")]
+    assert [event.nodes for event in run.events(AttemptStarted)] == [(first, second), (first, spare)]
     assert run.events(InterruptionClassified) == []
 
 
