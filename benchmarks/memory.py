@@ -5,6 +5,8 @@
                    the state, between two actions of a step
     rss            growth of the process; beside it the prediction of everything. Allocator, threads and libraries come on top
 
+Layouts with experts have them all on each rank: where they are shared out, a rank holds what the router happens to send it.
+
 `worst_state_error` and `worst_activations_error`: largest |predicted / found - 1| over all ranks of all layouts.
 `python -m benchmarks.memory --json`
 """
@@ -36,19 +38,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2, zb_h1": {"ranks": 2, "pp": 2, "schedule": "zb_h1"},
     "pp2, zb_v": {"ranks": 2, "pp": 2, "schedule": "zb_v"},
     "tp2 pp2, full": {"ranks": 4, "tp": 2, "pp": 2, "recompute": "full"},
+    "experts": {"experts": 4},
+    "experts, tp2": {"experts": 4, "ranks": 2, "tp": 2},
 }
 
 
 def config_of(changes: dict[str, Any], *, tiny: bool) -> Config:
-    """The same training under another layout."""
-    hidden = 64 if tiny else 256
+    """The same training under another layout; `experts`: instead of one SwiGLU in each layer."""
+    hidden, cut = 64 if tiny else 256, {name: value for name, value in changes.items() if name != "experts"}
     return Config(
         run=Run(url="unused", steps=100),
-        model=Model(layers=4, hidden=hidden, heads=8, kv_heads=4, ffn=3 * hidden, vocab=8 * hidden),
+        model=Model(
+            layers=4, hidden=hidden, heads=8, kv_heads=4, ffn=3 * hidden, vocab=8 * hidden, experts=changes.get("experts", 0)
+        ),
         data=Data(sources=(Source(path="unused"),), seq_len=256),
         batch=Batch(global_batch=8, micro_batch=1),
         optimizer=Optimizer(lr=1e-4),
-        parallel=Parallel(**changes),
+        parallel=Parallel(**cut),
         machine=Machine(device="cpu", compute_dtype="float32"),
     )
 
