@@ -63,7 +63,7 @@ def _section(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## ftrain {' '.join(path)}\n"
     yield f"    {context.info_name} {usage}\n"
-    yield _text(cleandoc(command.help or "")) + "\n"
+    yield _text("\n\n".join(filter(None, (cleandoc(command.help or ""), command.epilog)))) + "\n"
     rows = [row for parameter in command.params if (row := _row(parameter, context))]
     if rows:
         yield "| option | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"

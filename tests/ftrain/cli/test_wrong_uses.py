@@ -148,6 +148,11 @@ def test_a_wrong_use_is_answered_in_words(place: Path, words: str, code: int, sa
     assert said in done.output, done.output
 
 
+def test_every_command_has_an_example() -> None:
+    helps = {" ".join(path): f"{command.help}{command.epilog}" for path, command in walk(cli, ())}
+    assert [name for name, text in helps.items() if "Example" not in text or f"ftrain {name}" not in text] == []
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_half_typed_command_is_recognised(place: Path, name: str) -> None:
     done = use(place, name[:-1])
