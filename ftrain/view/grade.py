@@ -6,13 +6,14 @@ says which assumption was wrong: a step predicted too short the kernel share, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan import cost
 from ftrain.plan.volume import Volume
 from ftrain.view.measured import Measured, measured
@@ -89,11 +90,12 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
         _row("bubble", "waiting for other stages, of waiting and computing", "%", None, (said.bubble, found.idle),
              "ftrain plan schedule, idle of the total, with the work of the stages | (bubble + imbalance) / (these + compute)"),
         _row("exposed", "communication that nothing hides, of a step", "%", None,
-             (None if step is None else (step.tp + step.cp + step.pp + step.dp) / step.total, found.exposed),
-             "ftrain plan time | tp + cp + pp + dp buckets / step, mean over the ranks"),
+             (None if step is None else (step.tp + step.cp + step.pp + step.dp + step.ep) / step.total, found.exposed),
+             "ftrain plan time, tp + cp + pp + dp + ep | tp + cp + pp + dp buckets / step, mean over the ranks"),
     ]  # fmt: skip
     for name, bucket in parts.items():
-        said_s = step.compute + step.recompute if step and name == "compute" else getattr(step, name)
+        also = {"compute": "recompute", "dp": "ep"}.get(name)  # experts are shared out among replicas: one bucket
+        said_s = getattr(step, name) + (getattr(step, also) if also else 0)
         rows.append(
             _row(
                 f"{name}_s",
@@ -105,19 +107,28 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
             )
         )
     rows += [
-        _row(f"sent_{volume.name.lower().replace(' ', '')}", f"bytes that a rank sends in an update, {volume.name}", "B", None,
-             (float(volume.nbytes), _sent(said, found, volume)), "ftrain plan traffic | counted; rings, the busiest rank")
-        for volume in said.volumes
+        _row(f"sent_{name.lower().replace(' ', '')}", f"bytes that a rank sends in an update, {name}", "B", None,
+             (nbytes, _sent(said, found, name)), "ftrain plan traffic | counted; rings, the busiest rank")
+        for name, nbytes in _volumes(said.volumes).items()
     ]  # fmt: skip
     return rows
 
 
-def _sent(said: Predicted, found: Measured, volume: Volume) -> float | None:
+def _volumes(volumes: Iterable[Volume]) -> dict[str, float]:
+    """Predicted bytes by what is counted together: replicas exchange gradients, weights, and tokens for experts."""
+    found: dict[str, float] = {}
+    for volume in volumes:
+        name = "DP x CP" if volume.axes == SHARD_AXES else volume.name
+        found[name] = found.get(name, 0.0) + float(volume.nbytes)
+    return found
+
+
+def _sent(said: Predicted, found: Measured, name: str) -> float | None:
     """What was counted for a predicted group. Where CP is all there is to DP x CP, both share a count: neither is compared."""
     parallel = said.setup.config.parallel
     if not found.sent or parallel.sharding != "zero1" or (said.setup.mesh.dp == 1 and said.setup.mesh.cp > 1):
         return None
-    return found.sent.get({"DP x CP": "dp"}.get(volume.name, volume.name.lower()), 0.0)
+    return found.sent.get({"DP x CP": "dp"}.get(name, name.lower()), 0.0)
 
 
 def _stage(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:

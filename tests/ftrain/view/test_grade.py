@@ -12,6 +12,7 @@ import pytest
 from ftrain.plan import memory, profile, schedule
 from ftrain.plan.setup import Setup, options_of
 from ftrain.plan.time import step as predicted_step
+from ftrain.plan.volume import volumes
 from ftrain.view.grade import FILE, Grade, grade, grades, keep, lines
 from ftrain.view.pace import pace
 from ftrain.view.record import recorded
@@ -130,3 +131,17 @@ def test_the_pace_of_each_layout_and_the_time_that_is_left() -> None:
     assert found.steps_left == 100 - 62
     wall = 5 + 41 + 2 + 5 + 21 * 1.6
     assert found.eta_s == pytest.approx(38 * 1.6 / ((41 + 21 * 1.6) / wall))
+
+
+def test_tokens_for_experts_count_with_what_replicas_exchange() -> None:
+    """The engine counts both along dp, so the prediction is their sum: one row, one bucket of the step."""
+    overrides = (*H100, "model.experts=4", "parallel.ep=2")
+    found = graded(*overrides, metrics=[line(step, sent={"dp": 1e6, "pp": 10.0}) for step in range(1, 21)])
+    chosen = config("parallel.pp=2", *overrides)
+    setup = Setup(config=chosen, profile=profile.load("h100"), options=options_of(chosen))
+    planned = {volume.name: float(volume.nbytes) for volume in volumes(setup)}
+    assert set(planned) == {"PP", "EP", "DP x CP"}, "two replicas that share the experts: nobody has the same ones"
+    assert row(found, "sent_dpxcp")[:2] == (planned["EP"] + planned["DP x CP"], 1e6)
+    assert not [key for key in (row.key for row in found.rows) if key in ("sent_ep", "ep_s")]
+    step = predicted_step(setup)
+    assert row(found, "dp_s")[0] == step.dp + step.ep
