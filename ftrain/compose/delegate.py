@@ -131,7 +131,8 @@ class RunDelegate(StoringDelegate):
         release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
         differently = previous.differently if previous is not None else ()
         decided = self._enter_phase(self._memory_step, differently)
-        decided += self._layouts.choose(self.links.places(), "the places that there are")
+        why = f"phase {self._layouts.phase} begins" if decided else "the places that there are"
+        decided += self._layouts.choose(self.links.places(), why)
         self._speed.begin(self._layouts.text, self._layouts.phase)
         self._debts.started(attempt, self._epoch)
         self._attempt, own, older = attempt, *self._layouts.started(attempt)

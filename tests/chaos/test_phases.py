@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -178,3 +180,57 @@ def test_a_run_stopped_in_a_phase_goes_on_in_it_and_past_phases_are_fixed(corpus
     ours, theirs = learned(run), learned(quiet)
     assert {step: ours[step][:2] for step in range(1, 15)} == {step: theirs[step][:2] for step in range(1, 15)}
     assert ours[20][2] == pytest.approx(2 * (theirs[20][2] or 0))
+
+
+@pytest.mark.slow
+def test_a_resize_by_hand_is_of_the_present_phase_and_those_that_inherit_it(
+    corpus: str, quiet: TinyRun, tmp_path: Path
+) -> None:
+    """From 2 ranks to 1 in phase 1; phase 2 cuts its windows over 2 ranks, so it must be asked for as well."""
+    run = replace(quiet, folder=tmp_path, url="", steps=100_000, extra=PHASES.replace("3500", "3_500_000"))
+    parent = run.start("--set", "schedule.kind=constant")
+    run.wait_for_step(9)
+    refused = ftrain("resize", run.url, "--ranks", "1")
+    assert refused.returncode == 2
+    assert "phases.1.parallel.ranks: given 1, with tp x cp x pp = 1 x 2 x 1 = 2" in refused.stderr
+    ftrain_json("resize", run.url, "--ranks", "4")
+    run.wait_for(lambda events: any(isinstance(event, Ready) and event.attempt == 2 for event in events))
+    told = ftrain_json("status", run.url)
+    assert (told["run"]["phase"], told["run"]["phases"], told["run"]["layout"]) == (1, 3, "tp1 x cp1 x pp1 x dp4")
+    run.wait_for_step([event.step for event in run.events() if isinstance(event, Ready)][-1] + 3)
+    assert ftrain_json("status", run.url)["run"]["eta_s"] > 0
+    ftrain("stop", run.url)
+    with no_process_left(run):
+        assert finish(parent)[0] == 75
+    ready = [event for event in run.events() if isinstance(event, Ready)]
+    assert ready[-1].proof.startswith("digests of"), "the same seam as that of a phase"
+    again = next_config(run)
+    assert again["phases"][0]["parallel"] == {"ranks": 4}
+    assert again["parallel"]["ranks"] == 1, "phase 0 is what it was"
+
+
+def next_config(run: TinyRun) -> dict[str, Any]:
+    """The config that the next coordinator of a run goes on with."""
+    found: dict[str, Any] = json.loads((run.local / "config.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_row_47_replicas_are_added_step_by_step(corpus: str, tmp_path: Path) -> None:
+    """1, 2 and 4 replicas as phases: the same global batch, one line a size, and each goes on from the very state before."""
+    grown = "".join(
+        f"[[phases]]\nfrom_tokens = {tokens}\nparallel = {{ ranks = {ranks} }}\n" for tokens, ranks in ((2048, 2), (4096, 4))
+    )
+    run = TinyRun(folder=tmp_path / "grown", corpus=corpus, ranks=1, micro_batch=1, steps=24, extra=grown)
+    code, output = run.run()
+    assert code == 0, output
+    plain = replace(run, folder=tmp_path / "plain", url="", extra="")
+    assert plain.run()[0] == 0
+    ours, theirs = learned(run), learned(plain)
+    assert {step: it[0] for step, it in ours.items()} == {step: it[0] for step, it in theirs.items()}, "the same data"
+    assert [ours[step][1] for step in ours] == pytest.approx([theirs[step][1] for step in ours], rel=1e-5)
+    rows = ftrain_json("report", run.url)["pace"]["rows"]
+    assert [(row["ranks"], row["steps"]) for row in rows] == [(1, 8), (2, 8), (4, 8)]
+    assert len({row["tokens_per_update"] for row in rows}) == 1
+    assert [row["proof"][:10] for row in rows] == ["", "digests of", "digests of"]
+    assert all(row["tokens_per_s"] > 0 and row["per_rank"] > 0 for row in rows)
