@@ -301,6 +301,9 @@ def _intervals(config: Config) -> Iterator[Problem]:
         yield Problem(
             "checkpoint.local_every_steps", given, "above 0 if and only if there is a local_url", "give both, or neither"
         )
+    if any(skip.last < skip.first for skip in config.data.skip):
+        given = "given " + ", ".join(f"{skip.first} to {skip.last}" for skip in config.data.skip)
+        yield Problem("data.skip", given, "ranges whose last update is not before the first", "exchange the two")
     if any(isinstance(policy, KeepBest) for policy in checkpoint.retention) and not config.evaluate.every_steps:
         given = 'given {keep = "best"}, with evaluate.every_steps = 0'
         yield Problem("checkpoint.retention", given, "keeping the best needs an evaluation", "give evaluate.every_steps")

@@ -107,6 +107,13 @@ class Source(Section, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(gt=0, description="share of the blend, relative to the other sources")] = 1.0
 
 
+class Skip(Section, frozen=True, kw_only=True):
+    """Updates whose data are passed over: `first` and those after it read what would have come after the data of `last`."""
+
+    first: Annotated[int, Meta(ge=1, description="number of the first update", extra=ACCEPT)]
+    last: Annotated[int, Meta(ge=1, description="number of the last one", extra=ACCEPT)]
+
+
 class Data(Section, frozen=True, kw_only=True):
     """Where the tokens come from. The order is a pure function of (seed, position)."""
 
@@ -124,6 +131,14 @@ class Data(Section, frozen=True, kw_only=True):
     document_mask: Annotated[
         bool, Meta(description="attention does not look into another document of the same sequence", extra=ACCEPT)
     ] = False
+    skip: Annotated[
+        tuple[Skip, ...],
+        Meta(
+            description="ranges of updates whose data are passed over, e.g. because they make no sense; a run that is behind one "
+            "already goes back to before it",
+            extra=ACCEPT,
+        ),
+    ] = ()
 
 
 class Ramp(Section, frozen=True, kw_only=True):
@@ -485,6 +500,15 @@ class Recovery(Section, frozen=True, kw_only=True):
             extra=FREE,
         ),
     ] = 20.0
+    skip_updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="updates whose data may be passed over in the whole run: if the same ones make no sense twice, on the same "
+            "data, it is the data or the code; 0: the run stops for a person then",
+            extra=FREE,
+        ),
+    ] = 0
     corruption: Annotated[
         Literal["report", "exclude"],
         Meta(

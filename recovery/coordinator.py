@@ -375,4 +375,5 @@ def _decided_before(state: RunState, *, agent_survived: bool) -> AttemptEndInfo 
         action=decision.action,
         agent_survived=agent_survived,
         differently=decision.differently,
+        skips=state.skips,
     )

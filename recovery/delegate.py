@@ -76,6 +76,8 @@ class AttemptEndInfo:
     """Whether the agent, and with it the memory tier, is still the same one."""
     differently: tuple[str, ...] = ()
     """How the next attempt should differ from this one (recovery.policy.Change); what a delegate cannot do, it leaves."""
+    skips: tuple[tuple[int, int], ...] = ()
+    """First and last update of each range of data that the run passes over, by decisions so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,7 @@ class Suspected(Event, frozen=True, kw_only=True):
     rank: int | None = None
     node: str = ""
     onset: int | None = None  # first step whose result is in doubt
+    until: int | None = None  # and the last
 
 
 class Straggler(Event, frozen=True, kw_only=True):
@@ -285,6 +286,7 @@ class Decided(Event, frozen=True, kw_only=True):
     verdict_id: str = ""
     differently: tuple[str, ...] = ()
     """How the next attempt differs from the one that failed (recovery.policy.Change)."""
+    skip: tuple[int, int] | None = None  # first and last update whose data are passed over from now on
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):

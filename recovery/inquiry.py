@@ -55,7 +55,11 @@ def judge(
     earlier = journal.state.last_decision
     if earlier is not None and attempt is not None and earlier.attempt == number:
         decision = Decision(
-            action=earlier.action, reason=earlier.reason, wait_s=earlier.wait_s, differently=earlier.differently
+            action=earlier.action,
+            reason=earlier.reason,
+            wait_s=earlier.wait_s,
+            differently=earlier.differently,
+            skip=earlier.skip,
         )
     else:
         decision = _record(journal, verdict, limits, number, verdict_id)
@@ -66,6 +70,7 @@ def judge(
         action=decision.action,
         agent_survived=agent_survived,
         differently=decision.differently,
+        skips=journal.state.skips,
     )
     return Case(verdict=verdict, decision=decision, info=info)
 
@@ -99,7 +104,7 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
     history = journal.state.history  # without this interruption
     classified = events.InterruptionClassified(t=time.time(), attempt=number, verdict_id=verdict_id, verdict=verdict)
     journal.append(classified)
-    decision = decide(verdict, history, limits)
+    decision = decide(verdict, history, limits, doubted=journal.state.doubted(number))
     decided = events.Decided(
         t=time.time(),
         attempt=number,
@@ -108,6 +113,7 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
         wait_s=decision.wait_s,
         verdict_id=verdict_id,
         differently=decision.differently,
+        skip=decision.skip,
     )
     journal.append(decided)
     return decision

@@ -66,8 +66,19 @@ _REMEDIES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def packet(verdict: Verdict, decision: Decision, history: History, *, command: str, steps_at_risk: int) -> Packet:
-    """The packet of a stop. `command` goes on from where the run stands; `steps_at_risk` would be done again."""
+def packet(
+    verdict: Verdict,
+    decision: Decision,
+    history: History,
+    *,
+    command: str,
+    steps_at_risk: int,
+    further: tuple[Option, ...] = (),
+) -> Packet:
+    """The packet of a stop. `command` goes on from where the run stands; `steps_at_risk` would be done again.
+
+    `further`: options that only whoever knows the run can name.
+    """
     rank = "" if verdict.first_failing_rank is None else f", first rank {verdict.first_failing_rank}"
     node = f" on {verdict.node}" if verdict.node else ""
     again = "restart as it is"
@@ -79,6 +90,6 @@ def packet(verdict: Verdict, decision: Decision, history: History, *, command: s
         reason=decision.reason,
         evidence=verdict.evidence,
         tried=tuple(f"attempt {past.attempt}: {past.class_}, then {past.action}" for past in history.since_progress()),
-        options=(*remedies, Option(what=again, costs=cost, command=command)),
+        options=(*remedies, *further, Option(what=again, costs=cost, command=command)),
         command=command,
     )

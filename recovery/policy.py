@@ -50,6 +50,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     straggler: Literal["report", "restart", "exclude"] = "report"  # what is done about a rank that is slow for long
     straggler_factor: float = 1.5  # so many times the median's computing time make a straggler
     straggler_windows: int = 3  # in so many windows of steps in a row
+    skip_updates: int = 0  # updates whose data may be passed over in the whole run, where data or code make no sense
     layout_hold_s: float = 60.0  # a layout is kept at least this long before a place that is back makes it grow again
 
 
@@ -65,6 +66,16 @@ class PastInterruption(Struct, frozen=True, kw_only=True):
     node: str = ""
     attempt: int = -1
     t: float = 0.0
+    skipped: bool = False  # the next attempt reads other data
+
+
+class Doubted(Struct, frozen=True, kw_only=True):
+    """Updates whose results make no sense. `again`: from the same step on as in an earlier attempt, on the same data."""
+
+    first: int
+    last: int
+    again: bool
+    passed_over: int = 0  # updates whose data the run has passed over so far
 
 
 class History(Struct, frozen=True, kw_only=True):
@@ -74,8 +85,9 @@ class History(Struct, frozen=True, kw_only=True):
     best_step: int = 0
 
     def since_progress(self) -> tuple[PastInterruption, ...]:
-        """Earlier interruptions after which no new highest step was finished."""
-        return tuple(past for past in self.interruptions if past.best_step >= self.best_step)
+        """Earlier interruptions after which no new highest step was finished, on the data that are read now."""
+        first = max((number for number, past in enumerate(self.interruptions, start=1) if past.skipped), default=0)
+        return tuple(past for past in self.interruptions[first:] if past.best_step >= self.best_step)
 
     def with_interruption(self, past: PastInterruption) -> History:
         """The history after one more interruption."""
@@ -93,6 +105,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     given_up: bool = False
     differently: tuple[str, ...] = ()
+    skip: tuple[int, int] | None = None  # first and last update whose data are passed over from now on
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -103,12 +116,20 @@ class Facts(Struct, frozen=True, kw_only=True):
     limits: Limits
     repeats: tuple[PastInterruption, ...]
     cause: str
+    doubted: Doubted | None = None
 
 
 Rule = Callable[[Facts], Decision | None]
 
 
-def decide(verdict: Verdict, history: History, limits: Limits, rules: Sequence[Rule] | None = None) -> Decision:
+def decide(
+    verdict: Verdict,
+    history: History,
+    limits: Limits,
+    rules: Sequence[Rule] | None = None,
+    *,
+    doubted: Doubted | None = None,
+) -> Decision:
     """What the supervisor does about `verdict`. `history` does not contain this interruption yet."""
     facts = Facts(
         verdict=verdict,
@@ -116,6 +137,7 @@ def decide(verdict: Verdict, history: History, limits: Limits, rules: Sequence[R
         limits=limits,
         repeats=tuple(past for past in history.since_progress() if not _free(past.planned, past.class_)),
         cause=f"{verdict.class_}: {verdict.reason}" if verdict.reason else verdict.class_,
+        doubted=doubted,
     )
     answers = (rule(facts) for rule in (RULES if rules is None else rules))
     return next((answer for answer in answers if answer is not None), go_on(facts))
@@ -158,6 +180,22 @@ def unexplained(facts: Facts) -> Decision | None:
     return _give_up(facts, f"{unknown} restarts after an unknown cause", facts.limits.unknown_restarts)
 
 
+def skip_data(facts: Facts) -> Decision | None:
+    """The same steps on the same data made no sense twice: it is the data or the code. If that was declared, and as long as the
+    declared number of updates lasts, their data are passed over.
+    """
+    found, limits = facts.doubted, facts.limits
+    if facts.verdict.class_ != "numeric_divergence" or found is None or not found.again:
+        return None
+    count = found.last - found.first + 1
+    if found.passed_over + count > limits.skip_updates:
+        return None
+    which = f"update {found.first}" if count == 1 else f"updates {found.first} to {found.last}"
+    used = f"{found.passed_over + count} of {limits.skip_updates} that recovery.skip_updates allows"
+    reason = f"{facts.cause}; the same when done again, so data or code: the data of {which} are passed over ({used})"
+    return Decision(action="roll_back", reason=reason, skip=(found.first, found.last))
+
+
 def same_again(facts: Facts) -> Decision | None:
     """The program failed alike at the same step before: another retry would only show it once more."""
     verdict, limits = facts.verdict, facts.limits
@@ -193,7 +231,7 @@ def go_on(facts: Facts) -> Decision:
     )
 
 
-RULES: tuple[Rule, ...] = (end_as_told, free_of_charge, outage, unexplained, same_again, crash_loop)
+RULES: tuple[Rule, ...] = (end_as_told, free_of_charge, outage, unexplained, skip_data, same_again, crash_loop)
 
 
 def _differently(repeats: int) -> tuple[Change, ...]:

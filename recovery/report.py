@@ -144,6 +144,15 @@ class CheckpointRows(Struct, kw_only=True):
     passed_over: list[dict[str, Any]] = []
 
 
+class SkipRow(Struct, frozen=True, kw_only=True):
+    """A range of updates whose data are passed over, by a decision after this attempt."""
+
+    t: float
+    attempt: int
+    first: int
+    last: int
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """Everything the report says. All times in seconds."""
 
@@ -172,6 +181,7 @@ class Report(Struct, frozen=True, kw_only=True):
     tokens_per_s_by_hour: dict[int, float]  # hour of the day, UTC
     layouts: list[LayoutRow] = []
     phases: list[PhaseRow] = []
+    skips: list[SkipRow] = []
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for a JSON writer."""
@@ -216,6 +226,7 @@ class ReportBuilder:
         self._attempts: dict[int, AttemptRow] = {}
         self._layouts: list[LayoutRow] = []
         self._phases: list[PhaseRow] = []
+        self._skips: list[SkipRow] = []
         self._interruptions: dict[str, InterruptionRow] = {}
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
@@ -250,6 +261,9 @@ class ReportBuilder:
                 self._sign(event)
             case InterruptionClassified() | Decided() | Relabelled():
                 self._trouble(event)
+                if isinstance(event, Decided) and event.skip is not None:
+                    first, last = event.skip
+                    self._skips.append(SkipRow(t=event.t, attempt=event.attempt, first=first, last=last))
             case CheckpointCommitted() | CheckpointFailed() | CheckpointPassedOver() | TierCommitted() | StorageNotice():
                 self._checkpoint(event)
         self._steps(event.attempt, fresh)
@@ -287,6 +301,7 @@ class ReportBuilder:
             tokens_per_s_by_hour={hour: tokens / s for hour, (tokens, s) in sorted(self._hours.items()) if s > 0},
             layouts=list(self._layouts),
             phases=list(self._phases),
+            skips=list(self._skips),
         )
 
     def _ready(self, event: Ready, step_before: int) -> None:

@@ -38,6 +38,7 @@ def lines(report: Report) -> list[str]:
         "",
         *_layouts(report),
         *_phases(report),
+        *_skips(report),
         *_interruptions(report),
         *_causes(report),
         *_checkpoints(report),
@@ -60,6 +61,13 @@ def _phases(report: Report) -> list[str]:
         which = f"phase {row.phase} of 0 to {row.phases - 1}, after step {row.step} ({row.layout})"
         rows.append(f"  {_clock(row.t)}  {which}: {what}")
     return ["phases", *rows, ""]
+
+
+def _skips(report: Report) -> list[str]:
+    if not report.skips:
+        return []
+    rows = [f"  {_clock(row.t)}  updates {row.first} to {row.last}, after attempt {row.attempt}" for row in report.skips]
+    return ["data passed over", *rows, ""]
 
 
 def explain(events: Iterable[Event], attempt: int) -> list[str]:

@@ -39,7 +39,7 @@ from recovery.events import (
     steps_of,
 )
 from recovery.places import Out, Place
-from recovery.policy import History, PastInterruption
+from recovery.policy import Doubted, History, PastInterruption
 
 __all__ = ["Bucket", "Buckets", "Phase", "ReportError", "RunState", "apply", "buckets", "fold"]
 
@@ -62,6 +62,8 @@ class Onset(Struct, frozen=True, kw_only=True):
     attempt: int
     step: int  # the first one
     reason: str
+    until: int | None = None  # the last one
+    skips: int = 0  # ranges of data that had been passed over by then
     void: bool = False  # decided: the run goes back to before it
 
 
@@ -97,6 +99,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     last_decision: Decided | None = None
     onsets: tuple[Onset, ...] = ()  # the earliest of each attempt
     training_phase: int = 0  # of a training in phases
+    skips: tuple[tuple[int, int], ...] = ()  # first and last update of each range of data that is passed over
     out: tuple[Out, ...] = ()  # places that are taken away
     blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""
@@ -107,6 +110,16 @@ class RunState(Struct, frozen=True, kw_only=True):
     def history(self) -> History:
         """What the policy needs to know of the past."""
         return History(interruptions=self.interruptions, best_step=self.best_step)
+
+    def doubted(self, attempt: int) -> Doubted | None:
+        """Whether the results of an attempt are in doubt, and whether they were before, from the same step on the same data."""
+        mine = next((onset for onset in self.onsets if onset.attempt == attempt), None)
+        if mine is None:
+            return None
+        others = (onset for onset in self.onsets if onset.attempt != attempt)
+        again = any((onset.step, onset.skips) == (mine.step, mine.skips) for onset in others)
+        passed = sum(last - first + 1 for first, last in self.skips)
+        return Doubted(first=mine.step, last=max(mine.step, mine.until or 0), again=again, passed_over=passed)
 
 
 def fold(events: Iterable[Event], state: RunState | None = None) -> RunState:
@@ -266,12 +279,16 @@ def _doubted(state: RunState, event: Suspected) -> RunState:
     if any(onset.attempt == event.attempt and (onset.void or onset.step <= event.onset) for onset in state.onsets):
         return state  # told twice and already acted upon, or in doubt since earlier
     others = tuple(onset for onset in state.onsets if onset.attempt != event.attempt)
-    onset = Onset(attempt=event.attempt, step=event.onset, reason=event.reason)
+    onset = Onset(
+        attempt=event.attempt, step=event.onset, reason=event.reason, until=event.until, skips=len(state.skips)
+    )
     return replace(state, onsets=(*others, onset))
 
 
 def _with_action(state: RunState, event: Decided) -> RunState:
     """What was done about an interruption counts against the budget, not what the verdict would have liked."""
+    if event.skip is not None:
+        state = replace(state, skips=(*state.skips, event.skip))
     if event.action == "roll_back":
         onsets = (replace(onset, void=onset.void or onset.attempt == event.attempt) for onset in state.onsets)
         state = replace(state, onsets=tuple(onsets))
@@ -279,7 +296,7 @@ def _with_action(state: RunState, event: Decided) -> RunState:
         return state
     at = state.verdict_ids.index(event.verdict_id)
     past = list(state.interruptions)
-    past[at] = replace(past[at], action=event.action)
+    past[at] = replace(past[at], action=event.action, skipped=event.skip is not None)
     return replace(state, interruptions=tuple(past))
 
 

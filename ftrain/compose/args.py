@@ -34,6 +34,7 @@ class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str] = []  # of each rank, where the nodes hold copies of each other's snapshots
     control: str = ""  # folder in which their keepers say how they are reached
     evidence: bool = False  # more of it than usual
+    skips: list[tuple[int, int]] = []  # first and last update of each range whose data are passed over
     nearer: bool = True  # whether a snapshot in memory may be what the attempt begins with
     port: int = 0  # added by the agent, as the host is
     host: str = "127.0.0.1"

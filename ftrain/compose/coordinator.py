@@ -120,7 +120,8 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         packets.on_event(event)
         endwatch.on_event(event)
 
-    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
+    declared = [(skip.first, skip.last) for skip in config.data.skip]
+    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state, skips=declared)
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 

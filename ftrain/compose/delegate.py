@@ -33,6 +33,7 @@ from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
+from ftrain.compose.skips import missed, newest_before, ranges
 from ftrain.compose.speed import Speed
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
@@ -42,6 +43,8 @@ from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
 from recovery.events import Event
 from recovery.owner import this_process
 from recovery.state import RunState
+from storage.catalog import CheckpointInfo
+from storage.checkpoint import Checkpoint
 from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
@@ -93,10 +96,13 @@ class RunDelegate(StoringDelegate):
         self._committed = self._planned = newest.step if newest else None
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
+        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
+        late = missed(ranges(self._config, ()), newest.step, newest.progress) if newest is not None else None
+        if late is not None:
+            newest = self._before(late, infos)
         if newest is not None:
             self._phasing.recall(self._layouts.whole, newest.progress)
             self._layouts.resume(self._phasing.of(newest.step))
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
         grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
         self._committer = Committer(
             self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests, writers=lambda: self._debts.writers
@@ -117,17 +123,29 @@ class RunDelegate(StoringDelegate):
         passed = newest.passed_over if newest else []
         return [started, taken, *config_changes(self._local, self._launch), *passed_over(passed)]
 
+    def _before(self, update: int, infos: Sequence[CheckpointInfo]) -> Checkpoint | None:
+        """Where a run goes on from, so that it passes over data that its newest state has seen."""
+        start = newest_before(infos, update)
+        self._run.taint(after=start, reason=f"data.skip passes over the data of update {update}, which this state has seen")
+        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=start)
+        self._committed = self._planned = start
+        return self._run.open(start) if start is not None else None
+
     def recall(self, state: RunState) -> None:
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
         self._copies.recall(state.copied)
         self._phasing.recorded, self._step = state.training_phase, state.step
+        self._skips = state.skips
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
         self._forget_unfinished(attempt)
         if previous is not None and not previous.agent_survived:
             self._memory_step = None
+        if previous is not None and previous.skips != self._skips:
+            self._doubts.forget_from(min(first for first, _ in previous.skips[len(self._skips) :]))
+            self._skips = previous.skips
         release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
         differently = previous.differently if previous is not None else ()
         decided = self._enter_phase(self._memory_step, differently)

@@ -37,7 +37,11 @@ class Doubts:
             found = doubt.onset, doubt.reason
             self._onsets[attempt] = min(self._onsets.get(attempt, found), found)
         now = time.time()
-        return [Suspected(t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset, rank=doubt.rank)]
+        until = doubt.step if doubt.onset is not None else None
+        told = Suspected(
+            t=now, attempt=attempt, since=now, reason=doubt.reason, onset=doubt.onset, until=until, rank=doubt.rank
+        )
+        return [told]
 
     def recall(self, onsets: Iterable[Onset]) -> None:
         """What an earlier coordinator knew."""
@@ -62,6 +66,10 @@ class Doubts:
             "corruption in one of them, or the repetition is not bitwise here"
         )
         return [Suspected(t=done.t_end, attempt=attempt, since=done.t_end, reason=reason)]
+
+    def forget_from(self, step: int) -> None:
+        """From this step on other data are read: what is done again there is not the same."""
+        self._losses = OrderedDict((known, entry) for known, entry in self._losses.items() if known < step)
 
     def go_back(self, infos: Iterable[CheckpointInfo], attempt: int) -> tuple[bool, int | None]:
         """Whether the run must go back now that `attempt` is over, and to which checkpoint (None: to the very beginning)."""

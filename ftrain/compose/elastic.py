@@ -18,6 +18,7 @@ from ftrain.compose.nodes import num_nodes, shared_dir
 from ftrain.compose.phasing import Phasing, at_boundary, began
 from ftrain.compose.places import Places
 from ftrain.compose.retries import Start, retry
+from ftrain.compose.skips import Range, ranges
 from ftrain.config import Config
 from recovery.delegate import Delegate, Links
 from recovery.events import Event
@@ -38,6 +39,7 @@ class ElasticDelegate(Delegate):
         self._committed: int | None = None
         self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
+        self._skips: tuple[Range, ...] = ()  # decided on while it ran
         self._phasing = Phasing()
         self._step = 0  # the newest one that was finished
         self._copies = Copies(lambda payload: self.links.to_keeper(payload))
@@ -111,6 +113,7 @@ class ElasticDelegate(Delegate):
             source_slots=own + older if start.nearer else own,
             nearer=start.nearer,
             evidence=start.evidence,
+            skips=ranges(self._config, self._skips),
             layout=self._layouts.text,
             whole=msgspec.to_builtins(self._layouts.recorded) if self._layouts.whole.phases else {},
             phase=self._layouts.phase,

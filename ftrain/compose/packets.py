@@ -8,7 +8,7 @@ since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from recovery.events import AttemptStarted, Decided, Event, InterruptionClassified, Verdict
 from recovery.files import replace_file
-from recovery.packet import Packet, packet
+from recovery.packet import Option, Packet, packet
 from recovery.policy import Decision
 from recovery.state import RunState
 
@@ -26,9 +26,13 @@ log = logging.getLogger(__name__)
 class Packets:
     """Sees every event of the run; writes a packet for each decision to stop."""
 
-    def __init__(self, folder: Path, command: str, state: Callable[[], RunState]) -> None:
-        """`command` goes on with the run; `state` is the coordinator's, after the event."""
-        self._folder, self._command, self._state = folder, command, state
+    def __init__(
+        self, folder: Path, command: str, state: Callable[[], RunState], *, skips: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """`command` goes on with the run; `state` is the coordinator's, after the event; `skips`: the ranges of `data.skip`, if
+        the run can pass over data.
+        """
+        self._folder, self._command, self._state, self._skips = folder, command, state, skips
         self._verdict: tuple[str, Verdict] | None = None
 
     def on_event(self, event: Event) -> None:
@@ -49,7 +53,18 @@ class Packets:
             earlier,
             command=self._command,
             steps_at_risk=max(0, state.step - (state.committed_step or 0)),
+            further=self._further(state, decided.attempt),
         )
+
+    def _further(self, state: RunState, attempt: int) -> tuple[Option, ...]:
+        """Where the same updates made no sense twice: to go on without their data."""
+        found = state.doubted(attempt)
+        if self._skips is None or found is None or not found.again:
+            return ()
+        entries = ", ".join(f"{{first={first}, last={last}}}" for first, last in (*self._skips, (found.first, found.last)))
+        which = f"update {found.first}" if found.first == found.last else f"updates {found.first} to {found.last}"
+        command = f"{self._command} --set 'data.skip=[{entries}]' --accept-change"
+        return (Option(what=f"pass over the data of {which}", costs="those data are not learnt from", command=command),)
 
     def _write(self, verdict_id: str, made: Packet) -> None:
         path = packet_file(self._folder, verdict_id)

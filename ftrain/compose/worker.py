@@ -201,6 +201,7 @@ def _loop(
         window=_window(context, args, config, engine),
         saves_handled=context.control.save,
         stored_step=args.stored_step,
+        skips=args.skips,
     )
 
 

@@ -21,7 +21,7 @@ from ftrain.checkpoint.saver import Saver
 from ftrain.config import Config
 from ftrain.parallel.arrays import StatePiece
 from ftrain.parallel.clock import CHECKPOINT, EVALUATE
-from ftrain.train.numerics import NORMS, Bounds, NumericsError, Watch
+from ftrain.train.numerics import NORMS, Bounds, NumericsError, Trouble, Watch
 from ftrain.train.profile import NoWindow, Window
 from ftrain.train.replay import doubt
 from ftrain.train.step import StepResult
@@ -33,6 +33,9 @@ class Trainee(Protocol):
     """What the loop needs of an engine."""
 
     shares: torch.Tensor
+    passed_over: int
+
+    def batch_at(self, first_sequence: int) -> int: ...
 
     def train_step(self, *, step: int, first_sequence: int, flags: Flags, norm_limit: float = ...) -> StepResult: ...
 
@@ -66,6 +69,8 @@ class Progress:
     eval_step: int | None = None
     begun: list[tuple[int, int]] = field(default_factory=list)  # of each phase: updates before it, sequences read in it
     norms: list[float] = field(default_factory=list)  # the newest gradient norms that were applied
+    losses: list[float] = field(default_factory=list)  # usual ones, by which the next are judged
+    skipped: list[tuple[int, int, int]] = field(default_factory=list)  # passed over: first and last update, sequences
     constant: dict[str, Any] = field(default_factory=dict)  # config, fingerprint, layout, numeric environment
 
     def __post_init__(self) -> None:
@@ -92,16 +97,18 @@ class Progress:
             "eval_loss": self.eval_loss,
             "eval_step": self.eval_step,
             "norms": self.norms,
+            "losses": self.losses,
+            "skipped": self.skipped,
             **self.constant,
         }
 
     @classmethod
     def from_record(cls, record: dict[str, Any], constant: dict[str, Any]) -> Progress:
         """Back from a checkpoint; what is constant comes from the run that goes on."""
-        known = {
-            key: record[key] for key in ("step", "sequences", "tokens", "eval_loss", "eval_step", "norms") if key in record
-        }
-        return cls(**known, constant=constant)
+        names = ("step", "sequences", "tokens", "eval_loss", "eval_step", "norms", "losses")
+        known = {key: record[key] for key in names if key in record}
+        skipped = [(first, last, sequences) for first, last, sequences in record.get("skipped", ())]
+        return cls(**known, skipped=skipped, constant=constant)
 
 
 @dataclass(kw_only=True)
@@ -120,6 +127,7 @@ class Loop:
     window: Window = field(default_factory=NoWindow)  # of a profiler
     saves_handled: int = 0
     stored_step: int = 0  # newest step that is in storage already
+    skips: Sequence[tuple[int, int]] = ()  # first and last update of each range whose data are passed over
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +146,7 @@ class Loop:
         way to storage.
         """
         self.watch.norms.extend(progress.norms)
+        self.watch.losses.extend(progress.losses)
         if progress.step >= max(self.config.run.steps, self.stored_step + 1):
             self._save_now(progress, upload=True)  # the last step was reached by an attempt that could not store it
         while progress.step < self._last:
@@ -162,6 +171,8 @@ class Loop:
         result = self._update(progress)
         progress.step = result.step
         progress.norms = [*progress.norms, result.grad_norm][-NORMS:] if result.applied else progress.norms
+        trouble = self.watch.see(step=result.step, loss=result.loss, applied=result.applied, norm=result.grad_norm)
+        progress.losses = list(self.watch.losses)
         progress.read(result.sequences)
         progress.tokens += result.tokens
         with self.times.during(EVALUATE):
@@ -174,13 +185,14 @@ class Loop:
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
         self.window.after(result.step)
-        self._judge(result)
+        self._judge(trouble)
         return bool(result.flags.stop)
 
     def _update(self, progress: Progress) -> StepResult:
         """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
         self.beat("step", progress.step + 1)
         flags = self._flags()
+        self._pass_over(progress)
         limit, at = self.watch.norm_limit, {"step": progress.step + 1, "first_sequence": progress.first_sequence}
         result = self.engine.train_step(**at, flags=flags, norm_limit=limit)
         suspect = math.isfinite(result.grad_norm) and result.grad_norm > limit
@@ -194,8 +206,15 @@ class Loop:
             self.report(told)
         return again
 
-    def _judge(self, result: StepResult) -> None:
-        trouble = self.watch.see(step=result.step, loss=result.loss, applied=result.applied, norm=result.grad_norm)
+    def _pass_over(self, progress: Progress) -> None:
+        """Before the first update of a range move on in the data, by what its updates would have read."""
+        update, behind = progress.step + 1, {first for first, _, _ in progress.skipped}
+        for first, last in self.skips:
+            if first == update and update not in behind:
+                progress.skipped.append((first, last, (last - first + 1) * self.engine.batch_at(progress.first_sequence)))
+        self.engine.passed_over = sum(sequences for *_, sequences in progress.skipped)
+
+    def _judge(self, trouble: Trouble | None) -> None:
         if trouble is None:
             return
         if self.rank == 0:

@@ -93,6 +93,8 @@ class Engine:
         """The updates over which the learning-rate schedule stretches."""
         self.shares = torch.zeros(2, dtype=torch.float64)
         """What this rank contributed to the last vote: the squares of its gradients, its part of the loss."""
+        self.passed_over = 0
+        """Sequences of the data that lie before the next update and are not read by any."""
         self.compute_dtype = compute_dtype(config, self.device)
         self.types = EXACT if self.compute_dtype == torch.float64 else StateTypes()
         self.parameters = config_parameters(config, mesh.shape)
@@ -216,8 +218,12 @@ class Engine:
         loss = self.passes.accumulate(parts, 1 / max(1, tokens))
         return loss * (self.mesh.coordinate.tp == 0), tokens
 
+    def batch_at(self, first_sequence: int) -> int:
+        """Sequences of the update that begins at this position."""
+        return global_batch_at(self.config, first_sequence)
+
     def _read(self, first: int, count: int) -> Sequences:
-        arrays = self.dataset.sequences(first, count)
+        arrays = self.dataset.sequences(first + self.passed_over, count)
         return Sequences.of(arrays, self.device, document_mask=self.config.data.document_mask)
 
     def _finish(self, outcome: Vote, tokens: int, sequences: int, *, apply: bool) -> StepResult:

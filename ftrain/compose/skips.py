@@ -1,0 +1,40 @@
+"""Data that are passed over: which ranges of updates, and from where a run must go on so that they are.
+
+A range names updates. Before its first one the data cursor moves on by what the updates of the range would have read; all
+else stays as it is (steps, learning rate, batch sizes). So a range is a pure function of the update number, a checkpoint
+remembers which ranges lie behind it (`skipped` in its progress record), and a run that is killed any number of times reads
+what an unbroken one with the same ranges does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ftrain.config import Config
+from storage.catalog import CheckpointInfo
+
+Range = tuple[int, int]
+"""First and last update whose data are passed over."""
+
+
+def ranges(config: Config, decided: Iterable[Range]) -> list[Range]:
+    """Those that the config declares, and those that were decided on while it ran."""
+    return [*((skip.first, skip.last) for skip in config.data.skip), *decided]
+
+
+def missed(declared: Sequence[Range], step: int, progress: Mapping[str, Any]) -> int | None:
+    """The first update that a declared range was to change and that the state of `step` has done without it; None: none."""
+    behind = [(first, last) for first, last, _ in progress.get("skipped", ())]
+    late = []
+    for entry in declared:
+        if entry in behind:
+            behind.remove(entry)
+        elif entry[0] <= step:
+            late.append(entry[0])
+    return min(late, default=None)
+
+
+def newest_before(infos: Iterable[CheckpointInfo], update: int) -> int | None:
+    """The newest valid checkpoint whose state has not done `update` yet; None: the run begins anew."""
+    return max((info.step for info in infos if info.state == "valid" and info.step < update), default=None)

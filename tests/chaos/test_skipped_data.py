@@ -1,0 +1,117 @@
+"""Data that make no sense are passed over if that was declared: recorded, and the same bits after any kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftrain.compose.proof import stored_digests
+from ftrain.data.dataset import Dataset
+from ftrain.data.writer import TokenWriter
+from ftrain.load import load
+from recovery.codes import ExitCode
+from recovery.events import AttemptStarted, CheckpointCommitted, Decided, Ready, Suspected
+from storage.objects import open_store
+from storage.run import RunStore
+from tests.commands import ftrain, ftrain_json
+from tests.runs import TinyRun, kill_tree, no_process_left
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+
+STEPS, BATCH, SEQ = 40, 8, 32
+BAD = (30, 31)  # updates whose data make no sense
+WATCH = ("--set", "optimizer.lr=1e-2", "--set", "recovery.spike_z=8", "--set", "recovery.spike_steps=1")
+
+
+def write(prefix: str, tokens: np.ndarray) -> None:
+    with TokenWriter(prefix, vocab=257) as out:
+        out.add(tokens)
+        out.end_document()
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A corpus that is learnt at once (two tokens in turn), but for what the updates in BAD read: that is noise."""
+    folder = tmp_path_factory.mktemp("spoiled")
+    prefix = str(folder / "corpus")
+    tokens = np.resize(np.array([7, 8]), 2000 * SEQ + 1)
+    write(prefix, tokens)
+    run = TinyRun(folder=folder / "look", corpus=prefix, steps=STEPS)
+    order = Dataset(load(run.config, []), root=str(folder))
+    noise = np.random.default_rng(0)
+    batch = order.sequences((BAD[0] - 1) * BATCH, (BAD[1] - BAD[0] + 1) * BATCH)
+    for window in batch.ids.tolist():
+        tokens[window * SEQ : (window + 1) * SEQ] = noise.integers(10, 250, SEQ)
+    write(prefix, tokens)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def declared(spoiled: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The end of an unbroken run that was told beforehand."""
+    run = TinyRun(folder=tmp_path_factory.mktemp("declared"), corpus=spoiled, steps=STEPS)
+    code, output = run.run(*WATCH, "--set", f"data.skip=[{{first={BAD[0]}, last={BAD[1]}}}]")
+    assert code == 0, output
+    assert sum(isinstance(event, AttemptStarted) for event in run.events()) == 1
+    return stored_digests(run.url)[1]
+
+
+def test_what_makes_no_sense_twice_is_passed_over_within_the_declared_budget_and_a_kill_changes_nothing(
+    spoiled: str, declared: dict[str, str], tmp_path: Path
+) -> None:
+    extra = '[[faults]]\nkind = "kill"\nat = "step"\nstep = 38\nrank = 1\n'
+    run = TinyRun(folder=tmp_path, corpus=spoiled, steps=STEPS, extra=extra)
+    with no_process_left(run):
+        code, output = run.run(*WATCH, "--set", "recovery.skip_updates=2")
+    assert code == 0, output
+    told = run.events()
+    skips = [event.skip for event in told if isinstance(event, Decided) and event.skip is not None]
+    assert skips == [(30, 30), (30, 30)], "each only after the same data made no sense twice"
+    doubts = [event.onset for event in told if isinstance(event, Suspected) and event.onset is not None]
+    assert doubts == [30, 30, 30, 30]
+    assert not [event for event in told if isinstance(event, Suspected) and "silent corruption" in event.reason]
+    assert stored_digests(run.url) == (STEPS, declared)
+    progress = RunStore(open_store(run.url)).open().progress
+    assert progress["skipped"] == [[30, 30, BATCH], [30, 30, BATCH]]
+    assert progress["sequences"] == STEPS * BATCH, "what was trained on counts, what was passed over does not"
+    assert [(row["first"], row["last"]) for row in ftrain_json("report", run.url)["skips"]] == skips
+    assert "data passed over" in ftrain("report", run.url).stdout
+
+
+@pytest.mark.slow
+def test_not_declared_it_stops_for_a_person_with_the_command_that_does_and_the_command_does(
+    spoiled: str, declared: dict[str, str], tmp_path: Path
+) -> None:
+    run = TinyRun(folder=tmp_path, corpus=spoiled, steps=STEPS)
+    with no_process_left(run):
+        code, output = run.run(*WATCH)
+        assert code == ExitCode.NUMERICS, output
+        (packet,) = (json.loads(path.read_text()) for path in (run.local / "packets").glob("*.json"))
+        (option,) = [option for option in packet["options"] if option["what"].startswith("pass over the data of update 30")]
+        assert option["command"].endswith("--set 'data.skip=[{first=30, last=30}]' --accept-change")
+        assert not [event for event in run.events() if isinstance(event, Decided) and event.skip is not None]
+        code, output = run.run(*WATCH, "--set", f"data.skip=[{{first={BAD[0]}, last={BAD[1]}}}]", "--accept-change")
+        assert code == 0, output
+    assert stored_digests(run.url) == (STEPS, declared)
+
+
+@pytest.mark.slow
+def test_a_range_that_lies_behind_takes_the_run_back_to_before_it(
+    spoiled: str, declared: dict[str, str], tmp_path: Path
+) -> None:
+    extra = '[[faults]]\nkind = "stop"\nat = "step"\nstep = 37\nrank = 1\n'
+    run = TinyRun(folder=tmp_path, corpus=spoiled, steps=STEPS, extra=extra)
+    blind = ("--set", "optimizer.lr=1e-2", "--set", "recovery.spike_z=0", "--set", "recovery.replay_norm=0")
+    parent = run.start(*blind)
+    run.wait_for(lambda events: any(isinstance(it, CheckpointCommitted) and it.step == 36 for it in events))
+    kill_tree(run, parent)
+    with no_process_left(run):
+        code, output = run.run(*blind, "--set", f"data.skip=[{{first={BAD[0]}, last={BAD[1]}}}]", "--accept-change")
+    assert code == 0, output
+    assert [event.step for event in run.events() if isinstance(event, Ready)] == [0, 27]
+    assert stored_digests(run.url) == (STEPS, declared)
+    before = [info for info in RunStore(open_store(run.url)).checkpoints() if info.state == "tainted"]
+    assert all("data.skip passes over the data of update 30" in info.reason for info in before)
