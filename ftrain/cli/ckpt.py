@@ -44,7 +44,7 @@ def opened(url: str) -> Iterator[RunStore]:
     """The run's store."""
     from ftrain.compose.stores import opened_run
 
-    with told(), opened_run(url) as run:
+    with told(url), opened_run(url) as run:
         yield run
 
 

@@ -5,14 +5,11 @@ Looked up only after something was not found, and only among folders of this mac
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 from ftrain.compose.paths import is_local
-from ftrain.schema import did_you_mean
-
-SHOWN_STEPS = 8
 
 
 def no_run(run_url: str) -> str:
@@ -23,24 +20,20 @@ def no_run(run_url: str) -> str:
 def meant(run_url: str) -> str:
     """A sentence that follows "not there", with a space before it; empty if nothing comes near."""
     path = Path(run_url.removeprefix("file://")).expanduser()
-    if not is_local(run_url):
+    if not run_url or not is_local(run_url) or holds_run(path):
         return ""
     if path.is_file():
         return _of_file(path)
     base, at, step = run_url.rpartition("@")
-    if at and not step.isdigit() and holds_run(Path(base)):
-        return f" STEP is a number: {base}@100."
+    if at and holds_run(Path(base)):
+        return f" RUN has no step: {base}." if step.isdigit() else f" STEP is a number, as in {base}@100."
     parent = path.parent
     try:
         runs = [entry.name for entry in parent.iterdir() if holds_run(entry)] if parent.is_dir() else []
     except OSError:
         return ""
-    close = did_you_mean(path.name, runs)
-    return close.replace(f"`{_named(close)}`", f"`{parent / _named(close)}`") if close else ""
-
-
-def _named(hint: str) -> str:
-    return hint.split("`")[1]
+    close = difflib.get_close_matches(path.name, runs, n=1)
+    return f" Did you mean `{parent / close[0]}`?" if close else ""
 
 
 def _of_file(path: Path) -> str:
@@ -55,10 +48,3 @@ def _of_file(path: Path) -> str:
 def holds_run(folder: Path) -> bool:
     """Whether a folder looks like that of a run."""
     return any((folder / name).is_dir() for name in ("checkpoints", "epochs", "ledger", "local"))
-
-
-def steps_there(steps: Sequence[int]) -> str:
-    """The newest few of a run's steps, in words."""
-    shown = sorted(steps)[-SHOWN_STEPS:]
-    more = f"{len(steps) - len(shown)} older and " if len(steps) > len(shown) else ""
-    return f"{more}{', '.join(map(str, shown))}" if steps else "none"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ftrain.cli import render
+from ftrain.cli.hints import meant
 from ftrain.load import ConfigProblems
 from recovery.codes import ExitCode
 from recovery.memory import MemoryLimitError
@@ -14,8 +15,11 @@ from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, St
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Turn the errors a user can do something about into a message and an exit code; bugs keep their traceback."""
+def told(url: str = "") -> Iterator[None]:
+    """Turn the errors a user can do something about into a message and an exit code; bugs keep their traceback.
+
+    `url`: the run that was asked for; if it has no checkpoint, what may have been meant is said as well.
+    """
     from ftrain.compose.errors import RefusedError
     from ftrain.data.errors import DataError
 
@@ -27,7 +31,9 @@ def told() -> Iterator[None]:
         render.fail(str(error), ExitCode.CONFIG)
     except HeldError as error:
         render.fail(str(error), ExitCode.HELD)
-    except (Damaged, FormatError, CoverageError, NoCheckpoint) as error:
+    except NoCheckpoint as error:
+        render.fail(f"{error}{'.' if (hint := meant(url)) else ''}{hint}", ExitCode.DAMAGED)
+    except (Damaged, FormatError, CoverageError) as error:
         render.fail(str(error), ExitCode.DAMAGED)
     except StorageError as error:
         render.fail(str(error), ExitCode.STORAGE)

@@ -32,7 +32,7 @@ def sample(url: str, prompt: str, as_json: bool, **given: Any) -> None:
     from ftrain.compose.sampling import sample_text
 
     base, step = split_step(url)
-    with told():
+    with told(base):
         text = sample_text(base, step=step, prompt=prompt, **given)
     if as_json:
         render.json({"prompt": prompt, "text": text})

@@ -166,6 +166,7 @@ class Echo:
         """Show what is new."""
         from ftrain.cli.live_view import sentence
         from ftrain.compose.nodes import node_dir
+        from ftrain.view.script import attempt_line
         from recovery import events, paths
 
         self._copy()
@@ -173,8 +174,7 @@ class Echo:
             if isinstance(event, events.AttemptStarted):
                 folder = node_dir(self._folder, event.nodes[0]) if self._several_nodes else self._folder
                 self._log, self._position = paths.rank_log(folder, event.attempt, 0), 0
-                processes = "1 process" if event.ranks == 1 else f"{event.ranks} processes"
-                line = f"attempt {event.attempt}: {processes} ({event.layout})"  # where its state is from, the script knows
+                line = attempt_line(event)
             else:
                 line = sentence(event)
             if line and not isinstance(event, events.Ready):

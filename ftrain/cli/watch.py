@@ -22,8 +22,9 @@ from ftrain.cli.problems import told
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.units import format_bytes, format_count, format_seconds
+from ftrain.view.script import attempt_line
 from recovery.codes import ExitCode
-from recovery.events import AnyEvent, CheckpointCommitted, Event, RunStarted, steps_of
+from recovery.events import AnyEvent, AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
 from recovery.report import Report, ReportBuilder, ReportError
 from recovery.state import Phase, RunState, apply
 
@@ -119,6 +120,7 @@ class Screen:
         self._saved: CheckpointCommitted | None = None
         self._steps: int | None = None
         self._config: Config | None = None
+        self._script = False
         self._report: Report | None = None
         self._booked = float("-inf")
         self._is_new = False
@@ -144,12 +146,12 @@ class Screen:
                 self._saved = event
             if isinstance(event, RunStarted):
                 self._steps = event.config.get("run", {}).get("steps")
-                self._config = readable(event.config)
+                self._config, self._script = readable(event.config), "command" in event.config
             for record in steps_of(event):
                 seconds = record.t_end - record.t_begin
                 self._losses += [record.loss] if record.loss is not None else []
                 self._rates.append(record.tokens / seconds if seconds > 0 else 0.0)
-            said = sentence(event)
+            said = attempt_line(event) if self._script and isinstance(event, AttemptStarted) else sentence(event)
             if said and not isinstance(event, CheckpointCommitted):
                 self._told.append(f"{time.strftime('%H:%M:%S', time.gmtime(event.t))}  {said}")
 
@@ -171,6 +173,12 @@ class Screen:
         from rich.text import Text
 
         state, report = self._state, self._books()
+        if self._script and not state.step:
+            return [
+                ("command", Text(f"{state.layout}, attempt {state.attempt}")),
+                ("steps", Text("not known: the script tells none (ftrain.progress, --progress-pattern)")),
+                ("trouble", Text(f"interruptions {len(state.interruptions)}")),
+            ]
         left = None if self.is_over else self._speed.eta_s(self._config, state.step)
         eta = f"  ETA {format_seconds(left)}" if left else ""
         rows: list[tuple[str, RenderableType]] = [

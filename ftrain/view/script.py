@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ftrain.units import format_seconds
 from ftrain.view.record import Recorded
-from recovery.events import Event, RunStarted
+from recovery.events import AttemptStarted, Event, RunStarted
 from recovery.report_text import lines as report_lines
 
 BEGINNINGS = ("no interruption", "interruptions")
@@ -70,6 +70,12 @@ def command_of(events: Iterable[Event]) -> list[str]:
     """The words of a supervised command; none of a run of a config."""
     started = next((event for event in events if isinstance(event, RunStarted)), None)
     return list((started.config or {}).get("command", ())) if started else []
+
+
+def attempt_line(event: AttemptStarted) -> str:
+    """That an attempt of a script begins. (Where its state is from, the script knows.)"""
+    processes = "1 process" if event.ranks == 1 else f"{event.ranks} processes"
+    return f"attempt {event.attempt}: {processes} ({event.layout})"
 
 
 def lines(found: Script, run: Recorded) -> list[str]:

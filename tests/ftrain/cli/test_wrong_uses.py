@@ -53,7 +53,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("supervise --webhook nonsense -- true", 3, "http"),
         ("supervise -- nothere-at-all", 3, "no program"),
     ],
-    "status": [("status runs/mne", 2, "did you mean `runs/mine`"), ("status my.toml", 2, "It is a config; its run is")],
+    "status": [("status runs/mne", 2, "Did you mean `runs/mine`?"), ("status my.toml", 2, "It is a config; its run is")],
     "save": [("save runs/nothing", 2, "no live run")],
     "stop": [("stop runs/mine", 2, "the run is not running")],
     "drain": [("drain runs/mine 0", 2, "the run is not running")],
@@ -62,14 +62,17 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "join": [("join my.toml", 2, "is a file")],
     "submit": [("submit my.toml", 2, "--slurm"), ("submit my.toml --slurm --dry-run", 3, "machine.ranks_per_node")],
     "report": [
-        ("report runs/mne", 2, "did you mean `runs/mine`"),
+        ("report runs/mne", 2, "Did you mean `runs/mine`?"),
         ("report my.toml", 2, "It is a config"),
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
         ("report foo://x", 5, "Protocol not known"),
     ],
     "compare": [("compare runs/mine runs/mne", 2, "runs/mne: "), ("compare runs/mine", 2, "RUN_B")],
-    "watch": [("watch runs/mne --once", 2, "did you mean `runs/mine`")],
+    "watch": [
+        ("watch runs/mine@5 --once", 2, "RUN has no step: runs/mine"),
+        ("watch runs/mne --once", 2, "Did you mean `runs/mine`?"),
+    ],
     "metrics": [
         ("metrics runs/mine", 2, "--tensorboard"),
         ("metrics runs/nothing --tensorboard tb", 2, "no ledger"),
@@ -82,13 +85,17 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("ckpt export runs/mine@7 --to safetensors out", 4, "no checkpoint of step 7"),
     ],
     "ckpt gc": [
-        ("ckpt gc runs/mne --keep-last 1", 2, "did you mean `runs/mine`"),
+        ("ckpt gc runs/mne --keep-last 1", 2, "Did you mean `runs/mine`?"),
         ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
     ],
     "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
     "ckpt import": [("ckpt import --from safetensors nothere runs/imported", 5, "config.json")],
     "ckpt ls": [("ckpt ls", 2, "Missing argument")],
-    "ckpt show": [("ckpt show runs/mine@7", 4, "no checkpoint of step 7")],
+    "ckpt show": [
+        ("ckpt show runs/mine@7", 4, "no checkpoint of step 7"),
+        ("ckpt show runs/mine@newest", 4, "STEP is a number, as in runs/mine@100"),
+        ("ckpt show runs/mne@7", 4, "Did you mean `runs/mine`?"),
+    ],
     "ckpt verify": [("ckpt verify runs/mine --sample 2", 2, "0<x<=1")],
     "ckpt view": [("ckpt view runs/mine@7", 4, "no checkpoint of step 7")],
     "sample": [("sample runs/mine", 4, "no checkpoint"), ("sample runs/mine --temperature -1", 2, "x>=0")],
@@ -146,6 +153,10 @@ def test_a_wrong_use_is_answered_in_words(place: Path, words: str, code: int, sa
     done = use(place, words)
     assert done.exit_code == code, done.output
     assert said in done.output, done.output
+
+
+def test_a_run_that_is_there_is_not_suggested_for_itself(place: Path) -> None:
+    assert "Did you mean" not in use(place, "ckpt show runs/mine@7").output
 
 
 def test_every_command_has_an_example() -> None:
