@@ -17,13 +17,16 @@ from typing import Any
 import click
 
 from ftrain.config import Config
+from ftrain.course import course, cursor_at
 from ftrain.data.dataset import Batch, Dataset
 from ftrain.data.errors import DataError, InputError
 from ftrain.data.prepare import PrepareReport, Progress
 from ftrain.data.prepare import prepare as prepare_tokens
+from ftrain.data.reading import Reading, reading
 from ftrain.data.stdlib import cache_root
 from ftrain.data.tokenizer import Tokenizer, load_tokenizer
 from ftrain.load import ConfigProblems, load
+from ftrain.phases import effective
 from ftrain.units import format_bytes, format_count
 from recovery.codes import ExitCode
 
@@ -73,26 +76,45 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, workers
 @data.command(epilog=_INSPECT_EXAMPLE)
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a value; may be repeated.")
+@click.option("--phase", default=0, show_default=True, type=click.IntRange(min=0), help="Of a config with [[phases]].")
 @click.option("--first", default=0, show_default=True, type=click.IntRange(min=0), help="Index of the first sequence.")
 @click.option("--count", default=4, show_default=True, type=click.IntRange(min=1), help="How many sequences.")
 @click.option("--heldout", is_flag=True, help="Show held-out sequences instead of training ones.")
 @click.option("--cache", default=None, metavar="FOLDER", help="Where the built-in corpus is prepared.")
 @click.option("--json", "as_json", is_flag=True, help="Print the sequences as JSON.")
 def inspect(
-    config_path: str, overrides: tuple[str, ...], first: int, count: int, heldout: bool, cache: str | None, as_json: bool
+    config_path: str,
+    overrides: tuple[str, ...],
+    phase: int,
+    first: int,
+    count: int,
+    heldout: bool,
+    cache: str | None,
+    as_json: bool,
 ) -> None:
     """Show the sequences a run is fed, as text.
 
     Each comes with its source, its place in it, and the targets that do not count. Step s of a run consumes the sequences
-    s * global_batch and following (fewer under a batch.ramp: --dry-run shows its phases).
+    s * global_batch and following (fewer under a batch.ramp; within each phase they count from 0: --dry-run shows both).
     """
     with _reported():
-        config = load(config_path, overrides)
-        dataset = Dataset(config, root=cache or cache_root())
+        whole = load(config_path, overrides)
+        config = effective(whole, phase)
+        dataset = Dataset(config, root=cache or cache_root(), reading=_reading(whole, phase))
         batch = dataset.heldout(first, count) if heldout else dataset.sequences(first, count)
         tokenizer = load_tokenizer(config.data.tokenizer)
     view = _view(config, dataset, batch, tokenizer, first)
     click.echo(json.dumps(view, ensure_ascii=False) if as_json else _view_text(view))
+
+
+def _reading(config: Config, phase: int) -> Reading:
+    """Where the stream of a phase begins, in a run that went through those before."""
+    if phase > len(config.phases):
+        raise click.UsageError(f"--phase {phase}: the config has the phases 0 to {len(config.phases)}")
+    cursor = cursor_at(config, course(config)[phase].first_step)
+    if cursor.phase != phase:
+        raise click.UsageError(f"--phase {phase}: a run of {config.run.steps} steps does not come to it")
+    return reading(config, cursor)
 
 
 def _view(config: Config, dataset: Dataset, batch: Batch, tokenizer: Tokenizer, first: int) -> dict[str, Any]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from ftrain.compose.args import Memo
 from ftrain.compose.layouts import Layouts
 from ftrain.load import load
 from recovery.events import ConfigChanged, LayoutChosen
@@ -21,3 +25,62 @@ def test_another_micro_batch_is_carried_out_in_the_same_areas() -> None:
     assert isinstance(chosen, LayoutChosen)
     assert (layouts.now.batch.micro_batch, layouts.generation) == (2, 0)
     assert layouts.choose(PLACES, "the places that there are") == [], "the next attempt keeps it"
+
+
+PHASES = (
+    "phases=[{from_tokens = 4000, parallel = {ranks = 4}}, {from_tokens = 9000, data = {seq_len = 128}, parallel = {cp = 2}}]"
+)
+
+
+def places(count: int) -> list[Place]:
+    return [Place(node="a", slot=slot) for slot in range(count)]
+
+
+def test_the_layout_of_a_phase_is_chosen_when_it_is_entered() -> None:
+    layouts = Layouts(load(str(CONFIG), (PHASES,)))
+    assert layouts.choose(places(4), "the places that there are") == []
+    layouts.enter(1)
+    assert (layouts.ranks, layouts.needed) == (2, 4), "two run, and the next attempt needs four"
+    (chosen,) = layouts.choose(places(4), "phase 1 begins")
+    assert isinstance(chosen, LayoutChosen)
+    assert [(change["path"], change["new"]) for change in chosen.changes] == [("parallel.ranks", 4)]
+    layouts.enter(2)
+    (chosen,) = layouts.choose(places(4), "phase 2 begins")
+    assert isinstance(chosen, LayoutChosen)
+    assert [change["path"] for change in chosen.changes] == ["parallel.cp"], "what else changes is told with the phase"
+    assert (layouts.now.data.seq_len, layouts.now.parallel.cp) == (128, 2)
+
+
+def test_places_lost_in_a_phase_are_made_up_for_on_its_config() -> None:
+    layouts = Layouts(load(str(CONFIG), (PHASES,)))
+    layouts.resume(2)
+    assert layouts.choose(places(4), "the places that there are") == []
+    layouts.choose(places(3), "a place is gone")
+    assert (layouts.now.parallel.ranks, layouts.now.parallel.cp, layouts.now.data.seq_len) == (2, 2, 128)
+    assert layouts.recorded.phases[1].parallel == {"cp": 2, "ranks": 2}, "what checkpoints of this attempt remember"
+    assert layouts.whole == load(str(CONFIG), (PHASES,)), "what is wished for is as it was"
+    layouts.choose(places(4), "it is back")
+    assert layouts.now.parallel.ranks == 4
+
+
+def test_a_resize_that_a_later_phase_cannot_have_is_refused_and_changes_nothing() -> None:
+    layouts = Layouts(load(str(CONFIG), (PHASES,)))
+    layouts.resume(1)
+    layouts.choose(places(4), "the places that there are")
+    before = layouts.whole
+    with pytest.raises(ValueError, match=r"phases\.1\.parallel\.ranks: given 3"):
+        layouts.resize({"ranks": 3, "set": ["batch.micro_batch=1"]}, places(4))
+    assert (layouts.whole, layouts.wish.parallel.ranks) == (before, 4)
+    layouts.resize({"ranks": 2}, places(4))
+    assert layouts.whole.phases[0].parallel == {"ranks": 2}
+    assert layouts.whole.parallel == before.parallel
+
+
+def test_a_successor_knows_the_phase() -> None:
+    layouts = Layouts(load(str(CONFIG), (PHASES,)))
+    layouts.resume(2)
+    layouts.choose(places(4), "the places that there are")
+    layouts.started(7)
+    successor = Layouts(load(str(CONFIG), (PHASES,)))
+    successor.adopt(msgspec.msgpack.decode(layouts.memo(3, 7), type=Memo))
+    assert (successor.phase, successor.now) == (2, layouts.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -94,3 +95,20 @@ def test_help_fits_a_screen_and_ends_in_an_example(command: list[str]) -> None:
     assert len(text.splitlines()) <= 30
     assert "Example:" in text
     assert "ftrain data" in (text.strip().splitlines()[-1] if command else text)
+
+
+def test_inspect_shows_what_a_phase_reads(stdlib_root: str) -> None:
+    """Windows of another length begin a source anew; another layout alone reads on where the phase before stopped."""
+    phases = "phases=[{from_tokens = 10000, parallel = {ranks = 1}}, {from_tokens = 20000, data = {seq_len = 256}}]"
+
+    def sequences(*words: str) -> list[dict[str, Any]]:
+        result = invoke("inspect", DEMO, "--set", phases, "--cache", stdlib_root, "--json", "--count", "2", *words)
+        assert result.exit_code == 0, result.output
+        shown = json.loads(result.output)
+        return [{"seq_len": shown["seq_len"], **it} for it in shown["sequences"]]
+
+    read_before = -(-10000 // (16 * 128)) * 16
+    plain = sequences("--first", str(read_before))
+    assert [it["window"] for it in sequences("--phase", "1")] == [it["window"] for it in plain]
+    assert [it["seq_len"] for it in sequences("--phase", "2")] == [256, 256]
+    assert invoke("inspect", DEMO, "--set", phases, "--phase", "3").exit_code == 2
