@@ -1,9 +1,10 @@
 """A hardware profile of the machine at hand, measured: what `ftrain plan` needs where no vendor prints a peak.
 
 All ranks of the machine are gauged at once, because cores share caches, memory and clock: a rate that one rank reaches alone
-is not what a run gets. The peak is a large matrix product in fp32, in which a CPU computes unless told otherwise; the share of
-it that the run's own kernels reach is measured on a product of the config's own sizes, so that a model of narrow layers is not
-planned at the speed of wide ones. GPUs are not gauged: their peaks are printed, and a profile must name their links.
+is not what a run gets. The peak is a large matrix product in fp32, in which a CPU computes unless told otherwise. The share of
+it that a model reaches is measured on a dense decoder layer of the config's own sizes, both ways, in plain PyTorch: narrow
+layers are mostly norms and overhead, and must not be planned at the speed of wide products. GPUs are not gauged: their peaks
+are printed, and a profile must name their links.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
+from ftrain.combinations import head_dim, kv_heads
 from ftrain.compose.errors import RefusedError
 from ftrain.config import Config
 from ftrain.plan.profile import Assumed, Gpu, Profile, Server, Tier
@@ -48,8 +50,8 @@ def gauge(config: Config) -> Profile:
     square, own = (median(rank[name] for rank in found) for name in ("square_flops", "own_flops"))
     peak, free = max(square, own), room()
     memory = min(free.limit_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    rows, hidden = config.batch.micro_batch * config.data.seq_len, config.model.hidden
-    sizes = f"{rows} x {hidden} by {hidden} x {config.model.ffn}"
+    model, micro = config.model, config.batch.micro_batch
+    sizes = f"{micro} sequences of {config.data.seq_len} tokens, width {model.hidden}, inner width {model.ffn}"
     return Profile(
         name="measured",
         title=f"{ranks} ranks of {config.machine.threads} CPU threads each, as measured",
@@ -77,7 +79,7 @@ def gauge(config: Config) -> Profile:
             f" memory of this machine ({free.source}), shared evenly",
             "server": "measured: one TCP stream over loopback",
             "network": "one machine: loopback again",
-            "assumed": f"kernel share measured on a product of {sizes}; link share 1: the link is itself a measurement",
+            "assumed": f"kernel share measured on a decoder layer, both ways: {sizes}; link share 1: the link was measured",
         },
     )
 
@@ -106,8 +108,12 @@ def _gauge_ranks(ranks: int, config: Config) -> list[dict[str, float]]:
     asked = json.dumps(
         {
             "threads": config.machine.threads,
-            "rows": config.batch.micro_batch * config.data.seq_len,
+            "micro": config.batch.micro_batch,
+            "seq_len": config.data.seq_len,
             "hidden": config.model.hidden,
+            "heads": config.model.heads,
+            "kv": kv_heads(config) * head_dim(config),
+            "queries": config.model.heads * head_dim(config),
             "ffn": config.model.ffn,
         }
     )
@@ -161,19 +167,51 @@ def loopback_bytes_s() -> float:
     return got / elapsed
 
 
-def measure_rank(*, threads: int, rows: int, hidden: int, ffn: int) -> dict[str, float]:
-    """What one rank reaches now: FLOP/s of a large product and of one of the model's own sizes, bytes/s of a warm copy."""
+def measure_rank(*, threads: int, **sizes: int) -> dict[str, float]:
+    """What one rank reaches now: FLOP/s of a large product and of a layer of the model's own sizes, bytes/s of a warm copy."""
     import torch
 
     torch.set_num_threads(threads)
     a, b = torch.ones(SQUARE, SQUARE), torch.ones(SQUARE, SQUARE)
-    x, w = torch.ones(rows, hidden), torch.ones(hidden, ffn)
     source, target = torch.ones(COPY_BYTES // 4), torch.zeros(COPY_BYTES // 4)
+    flops, run = layer(**sizes)
     return {
         "square_flops": 2 * SQUARE**3 / _seconds(lambda: a @ b),
-        "own_flops": 2 * rows * hidden * ffn / _seconds(lambda: x @ w),
+        "own_flops": flops / _seconds(run),
         "copy_bytes_s": COPY_BYTES / _seconds(lambda: target.copy_(source)),
     }
+
+
+def layer(
+    *, micro: int, seq_len: int, hidden: int, heads: int, queries: int, kv: int, ffn: int
+) -> tuple[float, Callable[[], object]]:
+    """A decoder layer's operations, counted as `ftrain.plan.cost` does, and what does them once, forward and backward."""
+    import torch
+    from torch.nn import functional
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.full((rows, columns), 1 / hidden, requires_grad=True)
+
+    x = torch.ones(micro, seq_len, hidden, requires_grad=True)
+    q, k, v, out = matrix(hidden, queries), matrix(hidden, kv), matrix(hidden, kv), matrix(queries, hidden)
+    gate, up, down = matrix(hidden, ffn), matrix(hidden, ffn), matrix(ffn, hidden)
+    width = queries // heads
+
+    def split(values: torch.Tensor) -> torch.Tensor:
+        shared: torch.Tensor = values.unflatten(-1, (-1, width))
+        return shared.transpose(1, 2)
+
+    def run() -> None:
+        normed = functional.rms_norm(x, (hidden,))
+        mixed = functional.scaled_dot_product_attention(
+            split(normed @ q), split(normed @ k), split(normed @ v), is_causal=True, enable_gqa=kv != queries
+        )
+        between = x + mixed.transpose(1, 2).flatten(-2) @ out
+        normed = functional.rms_norm(between, (hidden,))
+        (between + (functional.silu(normed @ gate) * (normed @ up)) @ down).sum().backward()
+
+    a_token = 6 * (hidden * (2 * queries + 2 * kv) + 3 * hidden * ffn) + 6 * queries * seq_len
+    return float(a_token * micro * seq_len), run
 
 
 def _seconds(work: Callable[[], object]) -> float:

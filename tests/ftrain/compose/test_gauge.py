@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ftrain.compose.errors import RefusedError
-from ftrain.compose.gauge import as_toml, gauge
+from ftrain.compose.gauge import as_toml, gauge, layer
 from ftrain.load import parse
-from ftrain.plan import profile
+from ftrain.plan import cost, profile
+from ftrain.plan.setup import Setup, options_of
 from ftrain.starter import Facts, text
 from tests.commands import ftrain
 
@@ -60,6 +61,18 @@ def test_a_measured_profile_is_read_back_and_predicts_a_step(laptop: Path) -> No
     figures = json.loads(reply.stdout)["figures"]
     assert figures["step_s"]["value"] > 0
     assert "float32" in figures["mfu"]["label"]
+
+
+def test_the_layer_counts_the_operations_that_the_planner_counts() -> None:
+    """Of a token: the planner's FLOPs without the head, over the layers."""
+    config = parse(text(Facts(cores=1)))
+    setup = Setup(config=config, profile=profile.load("laptop"), options=options_of(config))
+    model, tokens = config.model, config.batch.micro_batch * config.data.seq_len
+    counted, run = layer(micro=config.batch.micro_batch, seq_len=config.data.seq_len, hidden=model.hidden, heads=model.heads,
+                         queries=model.hidden, kv=model.hidden, ffn=model.ffn)  # fmt: skip
+    head = 6 * model.hidden * model.vocab
+    assert counted / tokens == pytest.approx((cost.token_flops(setup) - head) / model.layers)
+    run()
 
 
 def test_a_profile_writes_only_what_its_reader_knows() -> None:
