@@ -30,6 +30,8 @@ class Begun(NamedTuple):
     """Updates behind the state it began with."""
     sequences: int
     """Read in it so far."""
+    passed: int = 0
+    """Passed over in it (`data.skip`): they lie behind the run as well, and nobody has read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,11 @@ class Cursor:
     @classmethod
     def of(cls, progress: Mapping[str, Any]) -> Cursor:
         """As a checkpoint remembers it; one that knows nothing of phases has all its sequences in phase 0."""
-        begun = progress.get("begun") or [(0, progress.get("sequences", 0))]
-        return cls(int(progress.get("step", 0)), tuple(Begun(*part) for part in begun))
+        begun = [Begun(*part[:2]) for part in progress.get("begun") or [(0, progress.get("sequences", 0))]]
+        for first, _, sequences in progress.get("skipped", ()):
+            number = phase_after([part.first_step for part in begun], first - 1)
+            begun[number] = begun[number]._replace(passed=begun[number].passed + sequences)
+        return cls(int(progress.get("step", 0)), tuple(begun))
 
 
 @dataclass(frozen=True, slots=True)

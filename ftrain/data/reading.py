@@ -31,15 +31,15 @@ class Reading:
     """Where the stream of a phase begins."""
 
     start: int
-    """Sequences of this very stream that earlier phases have read."""
+    """Sequences of this very stream that earlier phases have read or passed over."""
     numbers: tuple[int, ...]
     """Of each source: its number in the whole run, for the key of its order."""
     before: tuple[int, ...]
-    """Of each source: windows of this length that other blends of earlier phases have read."""
+    """Of each source: windows of this length that other blends of earlier phases have read or passed over."""
 
 
 class Consumed(NamedTuple):
-    """What a run has read of a source in windows of one length."""
+    """What a run has read of a source in windows of one length, with what it passed over."""
 
     path: str
     seq_len: int
@@ -70,7 +70,7 @@ def reading(config: Config, cursor: Cursor) -> Reading:
         if part.data.seq_len == now.seq_len:
             read.update(_counts(config, part))
     keys = _keys(now)
-    start = own.sequences - cursor.sequences
+    start = own.sequences - cursor.sequences - cursor.begun[-1].passed
     return Reading(start, tuple(known.index(key) for key in keys), tuple(read[key] for key in keys))
 
 
@@ -92,7 +92,7 @@ def _stretches(phases: list[Data], cursor: Cursor) -> Iterator[_Stretch]:
         if (here.sources, here.seq_len) != (data.sources, data.seq_len):
             yield _Stretch(data, sequences)
             sequences = 0
-        data, sequences = here, sequences + part.sequences
+        data, sequences = here, sequences + part.sequences + part.passed
     yield _Stretch(data, sequences)
 
 

@@ -212,7 +212,8 @@ class Loop:
         for first, last in self.skips:
             if first == update and update not in behind:
                 progress.skipped.append((first, last, (last - first + 1) * self.engine.batch_at(progress.first_sequence)))
-        self.engine.passed_over = sum(sequences for *_, sequences in progress.skipped)
+        began = progress.begun[-1][0]  # what earlier phases passed over, the reading of this one knows
+        self.engine.passed_over = sum(sequences for first, _, sequences in progress.skipped if first > began)
 
     def _judge(self, trouble: Trouble | None) -> None:
         if trouble is None:

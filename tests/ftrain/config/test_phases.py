@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrain.config import Config, Phase
-from ftrain.course import Cursor, course, cursor_at, curve, entered, tokens_after, tokens_read
+from ftrain.course import Begun, Cursor, course, cursor_at, curve, entered, tokens_after, tokens_read
 from ftrain.data.dataset import _Stream
 from ftrain.data.reading import ORDER, consumed, reading
 from ftrain.data.source import Span
@@ -147,7 +147,7 @@ def test_a_phase_that_leaves_data_alone_reads_the_same_stream() -> None:
 
 
 def test_a_checkpoint_from_before_phases_is_in_phase_0() -> None:
-    assert Cursor.of({"step": 7, "sequences": 56}) == Cursor(7, ((0, 56),))  # type: ignore[arg-type]  # equal as tuples
+    assert Cursor.of({"step": 7, "sequences": 56}) == Cursor(7, (Begun(0, 56),))
 
 
 def test_a_phase_is_the_config_with_other_values_and_keeps_those_before() -> None:
@@ -253,3 +253,24 @@ def test_a_dry_run_shows_where_each_phase_begins_and_what_it_changes() -> None:
     assert told[1].endswith("; data.seq_len 128")
     assert told[2].startswith("phase   2: steps 14 to 20, tokens 9,216 to 16,384, lr 0.0001 to 0.0001; optimizer.lr 0.0001")
     assert told[3] == "phase   3: from 90,000,000 tokens on: not reached"
+
+
+def test_what_a_phase_passed_over_is_behind_the_phases_that_follow() -> None:
+    """`data.skip` moves the cursor of its phase: the next one reads on behind it, and begins no later in a blend of its own."""
+    config = config_of(
+        "[{from_tokens = 4096, parallel = {ranks = 1}}, {from_tokens = 8192, data = {sources = [{path = 'c'}]}},"
+        " {from_tokens = 12288, data = {sources = [{path = 'stdlib'}]}}]",
+        "run.steps=60", "batch.global_batch=8", "data.sources=[{path='stdlib'}]",
+    )  # fmt: skip
+    firsts = [leg.first_step for leg in course(config)]
+    record = {
+        "step": firsts[3] + 1,
+        "begun": [[first, 64] for first in firsts],
+        "skipped": [(3, 4, 16), (firsts[1] + 1, firsts[1] + 1, 8)],
+    }
+    cursor = Cursor.of(record)
+    assert [part.passed for part in cursor.begun] == [16, 8, 0, 0]
+    second = Cursor(firsts[1] + 2, cursor.begun[:2])
+    assert reading(config, second).start == 64 + 16, "its own eight are the loop's business"
+    assert reading(config, Cursor(firsts[2], cursor.begun[:3])).start == 0
+    assert reading(config, cursor).before == (64 + 16 + 64 + 8,)
