@@ -19,6 +19,8 @@ from recovery.state import fold
 from storage.errors import StorageError
 from storage.run import RunStore
 
+READ_BYTES = 2 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Away:
@@ -67,8 +69,9 @@ def reminders(config: Config) -> Iterator[str]:
 def finished_step(config: Config) -> int | None:
     """The step of the last checkpoint of a run that has nothing left to do, else None.
 
-    Its ledger ends with it finished, storage holds a checkpoint of the config's last step (or of a later one) that opens, and
-    no copy of it is wanted elsewhere that could still be missing.
+    Its ledger ends with it finished, storage holds a checkpoint of the config's last step (or of a later one) that verifies (of
+    one above 2 GiB so much of it), and no copy of it is wanted elsewhere that could still be missing. A damaged one is not the
+    end: the start passes it over, and does its steps again.
     """
     if config.checkpoint.mirror_url:
         return None
@@ -78,9 +81,12 @@ def finished_step(config: Config) -> int | None:
             return None
         store = open_configured(config.storage, config.run.url)
         try:
-            step = RunStore(store).open(tainted=False).step
+            last = RunStore(store).open(tainted=False)
+            if last.step < config.run.steps or last.passed_over:
+                return None
+            nbytes = sum(pack.nbytes for pack in last.manifest.packs)
+            return last.step if last.verify(sample=min(1.0, READ_BYTES / max(1, nbytes))).ok else None
         finally:
             store.close()
     except (StorageError, ValueError):
         return None  # whatever it is, the start meets it, and says so
-    return step if step >= config.run.steps else None

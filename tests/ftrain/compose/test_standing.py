@@ -86,6 +86,15 @@ def test_a_finished_run_whose_checkpoint_is_lost_is_started(tmp_path: Path) -> N
     assert finished_step(config(f'run.url="{tmp_path / "run"}"')) is None
 
 
+def test_a_finished_run_whose_checkpoint_is_damaged_is_started(tmp_path: Path) -> None:
+    past(tmp_path / "run")
+    pack = next((tmp_path / "run/checkpoints").rglob("*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    assert finished_step(config(f'run.url="{tmp_path / "run"}"')) is None
+
+
 def test_a_finished_run_started_again_forks_nothing(tmp_path: Path) -> None:
     """`tests.chaos` finishes real runs; here the past is enough."""
     past(tmp_path / "run")
