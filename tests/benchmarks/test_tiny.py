@@ -83,6 +83,14 @@ def test_context(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_experts(tmp_path: Path) -> None:
+    result = tiny("experts", tmp_path)
+    assert all(value > 0 for value in result["over_plain_loop"].values())
+    assert result["cpu_of_ep2"] > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 def test_engine(tmp_path: Path) -> None:
     result = tiny("engine", tmp_path)
     figures = {
