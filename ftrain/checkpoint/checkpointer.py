@@ -94,8 +94,7 @@ class Checkpointer:
         self._deaths = 0  # of keepers, since one of them has finished something
         self._slots: ScriptSlots | None = None
         self._plan: Plan | None = None
-        self._closed = False
-        self._beside = Beside(overlap, self.wait_copied)
+        self._beside, self._closed = Beside(overlap, self.wait_copied), False
         self._copying: tuple[str, int] | None = None  # slot and step
         self._thread = threading.get_ident()
         self._newest, self._saved_any = 0, False

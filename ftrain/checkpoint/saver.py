@@ -54,13 +54,9 @@ class Saver:
         taken: Callable[[int, bool], None] = lambda step, upload: None,
         reached: Callable[[str, int], None] = lambda point, step: None,
         overlap: bool = False,
-        early: bool = False,
     ) -> None:
         """`identity`: (epoch, attempt, rank, world). When a snapshot is complete, `announce` is told the slot's name
         (for the keeper) and `taken` the step and whether it goes to storage. `reached` is told named points.
-
-        `early`: `announce` is told of a snapshot that goes to storage when its copy begins, too, so that the keeper works
-        behind the copy. It shortens the save, and where there is no processor for both it lengthens the copy.
 
         `overlap`: `save` returns at once and the copy runs beside the next forward and backward, which only read the
         weights; whoever changes the state calls `finish` first.
@@ -71,7 +67,10 @@ class Saver:
         self._announce = announce
         self._taken = taken
         self._reached = reached
-        self._early = early
+        self.early = False
+        """Whether `announce` is told of a snapshot that goes to storage when its copy begins, too, so that the keeper works
+        behind the copy. It shortens the save, and where there is no processor for both it lengthens the copy.
+        """
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if overlap else None
         self._copying: Future[None] | None = None
         self._filling: int | None = None
@@ -151,7 +150,7 @@ class Saver:
 
     def _fill(self, index: int, runs: list[CopyRun], step: int, upload: bool, record: bytes) -> None:
         name, slot = self._slots[index]
-        early = self._early and upload
+        early = self.early and upload
         slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world, upload=early)
         if early:
             self._announce(name)

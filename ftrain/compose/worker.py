@@ -184,8 +184,8 @@ def _loop(
         taken=lambda step, upload: context.send(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
         reached=faults.reached,
         overlap=config.checkpoint.overlap,
-        early=len(os.sched_getaffinity(0)) >= args.slots * (config.machine.threads + 1),  # each rank's keeper has a core
     )
+    saver.early = len(os.sched_getaffinity(0)) >= args.slots * (config.machine.threads + 1)  # each rank's keeper has a core
     times = Times(engine.passes, engine.device, report=lambda message: context.send_later(encode(message)))
     engine.before_update, engine.after_vote = saver.finish, times.voted
     return Loop(

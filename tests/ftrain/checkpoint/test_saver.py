@@ -162,7 +162,8 @@ def test_the_keeper_is_told_when_a_copy_begins_if_it_may_work_behind_it(
     memfds: list[int], early: bool, upload: bool, expected: int
 ) -> None:
     slot, told = ArenaSlot(memfds[0]), list[SlotHeader]()
-    ours = Saver([("s", slot)], layout(), identity=(1, 0, 0, 1), announce=lambda name: told.append(slot.header()), early=early)
+    ours = Saver([("s", slot)], layout(), identity=(1, 0, 0, 1), announce=lambda name: told.append(slot.header()))
+    ours.early = early
     ours.save([piece(1.0)], step=3, upload=upload, progress={})
     assert len(told) == expected
     assert [header.state for header in told] == [SlotState.FILLING, SlotState.COMPLETE][-expected:]
