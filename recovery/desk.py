@@ -184,7 +184,8 @@ class Desk:
     def status(self) -> dict[str, Any]:
         """The run as it stands, in plain JSON values."""
         state, attempt = self.journal.state, self.attempt
-        decision = state.last_decision
+        last = state.last_decision
+        decision = {"action": last.action, "reason": last.reason, "attempt": last.attempt} if last else None
         slowest = attempt.stragglers.slowest if attempt is not None else None
         return {
             "phase": str(state.phase),
@@ -198,7 +199,7 @@ class Desk:
             "snapshot_step": state.snapshot_step,
             "committed_step": state.committed_step,
             "interruptions": len(state.interruptions),
-            "last_decision": {"action": decision.action, "reason": decision.reason} if decision else None,
+            "last_decision": decision,
             **self.agent.describe(),
             "stopping": self.control.stop,
             "workers": attempt.describe() if attempt is not None else {},

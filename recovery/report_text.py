@@ -31,7 +31,7 @@ def lines(report: Report) -> list[str]:
         *_buckets(report),
         "",
         "attempts",
-        *_table(
+        *table(
             ("attempt", "ranks", "from", "restored", "start", "steps", "lost", "ended by", "layout"),
             map(_attempt, report.attempts),
         ),
@@ -136,7 +136,7 @@ def _buckets(report: Report) -> Iterator[str]:
     rows = [
         (name, f"{s:.3f} s", f"{s / report.wall_s if report.wall_s else 0.0:.1%}") for name, s in report.buckets.items() if s
     ]
-    yield from _table(("bucket", "time", "share"), [*rows, ("total", f"{report.wall_s:.3f} s", "100.0%")])
+    yield from table(("bucket", "time", "share"), [*rows, ("total", f"{report.wall_s:.3f} s", "100.0%")])
 
 
 def _attempt(row: AttemptRow) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def _causes(report: Report) -> Iterator[str]:
     if not report.causes:
         return
     yield "causes, by count"
-    yield from _table(("component", "class", "count", "share"), map(_cause, report.causes))
+    yield from table(("component", "class", "count", "share"), map(_cause, report.causes))
     if report.mtbf_s is not None:
         high = "unbounded" if report.mtbf_high_s is None else f"{report.mtbf_high_s:.0f} s"
         interval = f"95 % interval {report.mtbf_low_s:.0f} s to {high}"
@@ -203,7 +203,7 @@ def _checkpoints(report: Report) -> Iterator[str]:
     yield from (f"  step {row['step']} passed over: {row['reason']}" for row in rows.passed_over)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell, the first one left-aligned."""
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]

@@ -8,7 +8,7 @@ be wrong where "not known" is right.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from ftrain.units import format_seconds
 from ftrain.view.record import Recorded
 from recovery.events import AttemptStarted, Event, RunStarted
 from recovery.report_text import lines as report_lines
+from recovery.report_text import table
 
 BEGINNINGS = ("no interruption", "interruptions")
 
@@ -116,9 +117,4 @@ def _attempts(found: Script) -> list[str]:
          format_seconds(row.ran_s), str(row.steps) if found.tells_steps else "-", row.ended_by or "-")
         for row in found.attempts
     ]  # fmt: skip
-    return _table([head, *rows])
-
-
-def _table(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return table(head, rows)
