@@ -15,6 +15,7 @@ import click
 from ftrain.cli import ckpt_exchange, ckpt_heal, render
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
+from ftrain.cli.types import Finite
 from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
@@ -136,7 +137,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @ckpt.command()
 @click.argument("url")
-@click.option("--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of the chunks to read.")
+@click.option("--sample", type=Finite(0, 1, min_open=True), default=1.0, help="Share of the chunks to read.")
 @json_option
 def verify(url: str, sample: float, as_json: bool) -> None:
     """Read every chunk, check every checksum, recompute every digest. Exit code 4 if anything is wrong.

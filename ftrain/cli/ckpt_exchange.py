@@ -14,6 +14,7 @@ from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
+from ftrain.cli.types import POSITIVE
 from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
@@ -170,7 +171,7 @@ def view_command(url: str, arrays: tuple[str, ...], folder: str | None, as_json:
 @click.option("--keep-every", type=click.IntRange(1), help="Keep steps that are multiples of N.")
 @click.option("--keep-best", type=click.IntRange(1), help="Keep the N of the lowest evaluation loss.")
 @click.option("--pin", multiple=True, type=click.IntRange(0), help="Keep this step. May be given several times.")
-@click.option("--grace", "grace_s", type=click.FloatRange(0), help="Packs outlive their commit by so many seconds.")
+@click.option("--grace", "grace_s", type=POSITIVE, help="Packs outlive their commit by so many seconds.")
 @click.option("--tainted", is_flag=True, help="Also delete those that a roll-back distrusts (ckpt ls: tainted).")
 @json_option
 def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_json: bool, **keep: Any) -> None:

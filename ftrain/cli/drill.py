@@ -13,6 +13,7 @@ import click
 
 from ftrain.cli import render
 from ftrain.cli.problems import told
+from ftrain.cli.types import Finite
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Length of the drill.")
-@click.option(
-    "--every", "gap_s", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="Mean seconds between faults."
-)
+@click.option("--minutes", type=Finite(0.1), default=2.0, show_default=True, help="Length of the drill.")
+@click.option("--every", "gap_s", type=Finite(0.1), default=10.0, show_default=True, help="Mean seconds between faults.")
 @click.option(
     "--faults",
     default="all",

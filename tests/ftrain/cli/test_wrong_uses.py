@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -157,6 +158,31 @@ def test_a_wrong_use_is_answered_in_words(place: Path, words: str, code: int, sa
 
 def test_a_run_that_is_there_is_not_suggested_for_itself(place: Path) -> None:
     assert "Did you mean" not in use(place, "ckpt show runs/mine@7").output
+
+
+TYPED = [
+    pytest.param(path, option, id=f"{' '.join(path)} {option.opts[0]}")
+    for path, command in walk(cli, ())
+    for option in command.params
+    if isinstance(option, click.Option) and not option.is_flag and not isinstance(option.type, click.types.StringParamType)
+    if not isinstance(option.type, click.Path)
+]
+"""Options whose values click itself can tell from others: numbers, ranges, choices."""
+
+
+@pytest.mark.parametrize(("path", "option"), TYPED)
+def test_a_value_of_the_wrong_kind_names_its_option(place: Path, path: tuple[str, ...], option: click.Option) -> None:
+    done = use(place, f"{' '.join(path)} {option.opts[0]} garbage my.toml runs/mine")
+    assert done.exit_code == 2, done.output
+    assert f"'{option.opts[0]}'" in done.output, done.output
+
+
+@pytest.mark.parametrize(("path", "option"), [it for it in TYPED if isinstance(it.values[1].type, click.FloatRange)])
+def test_no_number_is_not_a_number(place: Path, path: tuple[str, ...], option: click.Option) -> None:
+    """`nan` lies in every range of click's: whoever counts with it counts wrong without noticing."""
+    done = use(place, f"{' '.join(path)} {option.opts[0]} nan my.toml runs/mine")
+    assert done.exit_code == 2, done.output
+    assert f"'{option.opts[0]}'" in done.output, done.output
 
 
 def test_every_command_has_an_example() -> None:
