@@ -175,6 +175,9 @@ class Coordinator:
             if ending is not None:
                 return ending
             if self.desk.attempt is None:
+                self._handling.until(lambda: self.delegate.ready(previous) or self._stop_asked())
+                if not self.delegate.ready(previous):
+                    return self._stopped()
                 self._start(previous)
             return self._watch()
         except AgentLostError:

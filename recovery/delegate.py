@@ -117,6 +117,13 @@ class Delegate(ABC):
         """What the ledger held before `begin`: the only memory that outlives a coordinator."""
         return
 
+    def ready(self, previous: AttemptEndInfo | None) -> bool:
+        """Whether the next attempt can be planned. Raises what makes it impossible.
+
+        What takes long before that (storage) is begun at the first call, and its end told by `links.wake`.
+        """
+        return True
+
     @abstractmethod
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """What to start next; `previous` is None for the first attempt of this coordinator that follows no other."""

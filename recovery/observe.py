@@ -8,7 +8,7 @@ with it, so that an explanation can say why a line that looks so telling did not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from recovery.evidence import Evidence
@@ -51,7 +51,8 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
     noise = [Observation(it.signature, it.line, 0, it.line.noise) for it in found if it.line.noise]
     _drop_unsupported(real)
     _drop_others_kills(real, case, reader)
-    matches = [*real, *_exits(case, table)]
+    spoke = {it.line.rank for it in real if it.line.where == "log"}
+    matches = [*real, *_exits(case, table, spoke)]
     matches.sort(key=Observation.order)
     return matches, noise
 
@@ -142,8 +143,13 @@ def _drop_others_kills(matches: Sequence[Observation], case: Evidence, reader: R
             it.weight, it.why_less = OTHERS_KILL, "no process of ours is known to have been killed"
 
 
-def _exits(case: Evidence, table: Table) -> Iterator[Observation]:
-    """What the exit statuses say by themselves; those we caused say nothing."""
+def _began_it(case: Evidence, struck: Sequence[str]) -> bool:
+    """Whether the first of these ranks ended before every other one, as far as the order of deaths is on record."""
+    return bool(struck) and len(case.exit) > 1 and case.order[:1] == (struck[0],) and struck[0].isdigit()
+
+
+def _exits(case: Evidence, table: Table, spoke: Collection[int | None]) -> Iterator[Observation]:
+    """What the exit statuses say by themselves; those we caused say nothing. `spoke`: ranks whose own lines say something."""
     own = {rank: status for rank, status in case.exit.items() if rank not in case.ours and status is not None}
     order = [*(rank for rank in case.order if rank in own), *(rank for rank in own if rank not in case.order)]
     for meaning in table.exit:
@@ -151,6 +157,8 @@ def _exits(case: Evidence, table: Table) -> Iterator[Observation]:
         if meaning.only and len(struck) < len(case.exit):
             continue
         if meaning.one and not len(struck) == 1 < len(case.exit):
+            continue
+        if meaning.first and not (_began_it(case, struck) and int(struck[0]) not in spoke):
             continue
         if struck:
             rank = int(struck[0]) if struck[0].isdigit() else -1

@@ -279,9 +279,7 @@ def _doubted(state: RunState, event: Suspected) -> RunState:
     if any(onset.attempt == event.attempt and (onset.void or onset.step <= event.onset) for onset in state.onsets):
         return state  # told twice and already acted upon, or in doubt since earlier
     others = tuple(onset for onset in state.onsets if onset.attempt != event.attempt)
-    onset = Onset(
-        attempt=event.attempt, step=event.onset, reason=event.reason, until=event.until, skips=len(state.skips)
-    )
+    onset = Onset(attempt=event.attempt, step=event.onset, reason=event.reason, until=event.until, skips=len(state.skips))
     return replace(state, onsets=(*others, onset))
 
 

@@ -78,7 +78,10 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ExitMeaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an exit status says when nothing else speaks: `only` if every rank ended like this, or only if `one` did."""
+    """What an exit status says when nothing else speaks: `only` if every rank ended like this, or only if `one` did.
+
+    `first`: of the rank that is known to have ended before all others, by its own doing and without a word of its own.
+    """
 
     name: str
     class_: str = field(name="class")
@@ -86,6 +89,7 @@ class ExitMeaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     statuses: tuple[int, ...]
     only: bool = False
     one: bool = False
+    first: bool = False
     action: Action | None = None
     retryable: bool | None = None
     planned: bool | None = None

@@ -21,6 +21,7 @@ from ftrain.compose.launch import keeper_args, keeper_argv
 from ftrain.compose.ledgers import StoreSink
 from ftrain.compose.nodes import fleet_spec, node_args, shared_dir, tell_nodes, this_node
 from ftrain.compose.packets import Packets
+from ftrain.compose.skips import ranges
 from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
 from ftrain.compose.webhook import tell
@@ -120,8 +121,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) ->
         packets.on_event(event)
         endwatch.on_event(event)
 
-    declared = [(skip.first, skip.last) for skip in config.data.skip]
-    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state, skips=declared)
+    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state, skips=ranges(config, ()))
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 

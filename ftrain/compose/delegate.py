@@ -31,6 +31,7 @@ from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer
 from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
+from ftrain.compose.errand import Errand
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
 from ftrain.compose.skips import missed, newest_before, ranges
@@ -68,6 +69,7 @@ class RunDelegate(StoringDelegate):
         self._metrics = MetricsFile(self._local)
         self._speed = Speed()
         self._links: Links | None = None
+        self._going_back: Errand[tuple[int | None, int]] | None = None
         self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
@@ -138,6 +140,17 @@ class RunDelegate(StoringDelegate):
         self._phasing.recorded, self._step = state.training_phase, state.step
         self._skips = state.skips
 
+    def ready(self, previous: AttemptEndInfo | None) -> bool:
+        """A run that must go back has its work in storage to do first, however long that is away."""
+        if previous is not None and previous.action == "roll_back" and (known := self._doubts.give_up(previous.attempt)):
+            recovery = self._config.recovery
+            self._going_back = Errand(
+                lambda: self._before_onset(*known),
+                wake=self.links.wake,
+                waits=(recovery.outage_wait_s, recovery.outage_max_s, recovery.outage_restarts),
+            )
+        return self._going_back is None or self._going_back.done
+
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """The layout that fits the places there are; the workers decide whether the state in memory is new enough."""
         self._forget_unfinished(attempt)
@@ -146,7 +159,7 @@ class RunDelegate(StoringDelegate):
         if previous is not None and previous.skips != self._skips:
             self._doubts.forget_from(min(first for first, _ in previous.skips[len(self._skips) :]))
             self._skips = previous.skips
-        release = self._go_back(previous.attempt) if previous is not None and previous.action == "roll_back" else ()
+        release = self._went_back()
         differently = previous.differently if previous is not None else ()
         decided = self._enter_phase(self._memory_step, differently)
         why = f"phase {self._layouts.phase} begins" if decided else "the places that there are"
@@ -183,20 +196,29 @@ class RunDelegate(StoringDelegate):
         self._parts.clear()
         return self._layouts.only_own()
 
-    def _go_back(self, attempt: int) -> tuple[str, ...]:
-        """To the newest checkpoint before the onset of what went wrong, if anything did; the memory areas void then."""
-        back, step = self._doubts.go_back(self._run.checkpoints(), attempt)
-        if not back:
+    def _before_onset(self, onset: int, reason: str) -> tuple[int | None, int]:
+        """Go back to the newest checkpoint before the onset of what went wrong: its step, the new epoch. May be repeated."""
+        step = newest_before(self._run.checkpoints(), onset)
+        self._run.taint(after=step, reason=reason)
+        return step, self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
+
+    def _went_back(self) -> tuple[str, ...]:
+        """If the run has gone back, the memory areas, which are void then."""
+        done, self._going_back = self._going_back, None
+        if done is None:
             return ()
+        step, self._epoch = done.result
         self._memory_step, self._committed = None, step
-        self._run.taint(after=step, reason=self._doubts.verdict)
-        self._told += self._take_epoch(step)
+        self._told += self._entered(step)
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
 
     def _take_epoch(self, step: int | None) -> list[Event]:
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
+        return self._entered(step)
+
+    def _entered(self, step: int | None) -> list[Event]:
         self._moved.clear()
         self._told += self._places.rolled_back(self._epoch, step or 0)
         return [events.EpochTaken(t=time.time(), epoch=self._epoch, starts_from=step)]
@@ -345,6 +367,8 @@ class RunDelegate(StoringDelegate):
 
     def close(self) -> None:
         """Finish what is queued for storage."""
+        if self._going_back is not None:
+            self._going_back.close()
         if self._committer is not None:
             self._committer.close()
         self._places.close()

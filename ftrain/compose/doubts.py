@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from ftrain.checkpoint.messages import Doubt, StepDone
 from recovery.events import Event, Suspected
 from recovery.state import Onset
-from storage.catalog import CheckpointInfo
 
 REMEMBERED = 4096  # losses: more than lie between two checkpoints, or the older ones cannot be compared
 
@@ -27,7 +26,6 @@ class Doubts:
     def __init__(self) -> None:
         self._onsets: dict[int, tuple[int, str]] = {}  # attempt -> since which step, and why
         self._void: dict[int, int] = {}  # attempt -> onset: packs of attempts up to it from the onset on
-        self._reason = ""
         self._losses: OrderedDict[int, tuple[int, bytes]] = OrderedDict()  # step -> (attempt, bits of the loss)
         self._said = -1
 
@@ -71,20 +69,17 @@ class Doubts:
         """From this step on other data are read: what is done again there is not the same."""
         self._losses = OrderedDict((known, entry) for known, entry in self._losses.items() if known < step)
 
-    def go_back(self, infos: Iterable[CheckpointInfo], attempt: int) -> tuple[bool, int | None]:
-        """Whether the run must go back now that `attempt` is over, and to which checkpoint (None: to the very beginning)."""
+    def give_up(self, attempt: int) -> tuple[int, str] | None:
+        """Whether the run must go back now that `attempt` is over: to before which step, and why, as a taint says it.
+
+        What the attempt did from there on is void after this.
+        """
         known = self._onsets.pop(attempt, None)
         if known is None:
-            return False, None
+            return None
         onset, reason = known
         self._void[attempt] = onset
-        self._reason = f"the run went back to before step {onset}: {reason}"
-        return True, max((info.step for info in infos if info.state == "valid" and info.step < onset), default=None)
-
-    @property
-    def verdict(self) -> str:
-        """Why the last `go_back` was asked for: what the checkpoints from the onset on are tainted with."""
-        return self._reason
+        return onset, f"the run went back to before step {onset}: {reason}"
 
     def is_void(self, attempt: int, step: int) -> bool:
         """Whether a state of `attempt` after `step` steps was given up."""

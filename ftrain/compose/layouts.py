@@ -21,6 +21,7 @@ from ftrain.checkpoint.arena import slot_name
 from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS, area_name, is_peer, peer_name
 from ftrain.compose.args import Memo, WorkerArgs, worker_spec
+from ftrain.compose.seats import in_whole_groups, seated
 from ftrain.config import Config, Parallel
 from ftrain.load import changes, parse, resolve, to_toml
 from ftrain.phases import effective, with_layout
@@ -100,8 +101,9 @@ class Layouts:
 
     def choose(self, places: Sequence[Place], why: str) -> list[Event]:
         """The layout on `places`; nothing to tell if all may stay as they are. Raises ValueError if there is none."""
-        target = self._target(len(places))
-        seats = self._seats(places, target)
+        target = self._target(places)
+        keep = self.places if target.parallel == self.now.parallel else ()
+        seats = seated(places, target.parallel, keep)
         cut_again = target.parallel != self.now.parallel
         same = not cut_again and target.batch.micro_batch == self.now.batch.micro_batch
         before, self.now, self._asked = self.now, target, self.wish
@@ -112,7 +114,16 @@ class Layouts:
         self.generation += cut_again
         return [chosen(before, target, why, load_profile(profile_of(self.wish)))]
 
-    def _target(self, count: int) -> Config:
+    def _target(self, places: Sequence[Place]) -> Config:
+        """The layout for as many of these places as it can seat."""
+        count = len(places)
+        while True:
+            target = self._sized(count)
+            if len(in_whole_groups(places, target.parallel)) >= target.parallel.ranks:
+                return target
+            count = min(count, target.parallel.ranks) - 1
+
+    def _sized(self, count: int) -> Config:
         wish, recovery = self.wish, self.wish.recovery
         if count >= wish.parallel.ranks or not self.wish.recovery.elastic:
             if count < wish.parallel.ranks:
@@ -125,14 +136,6 @@ class Layouts:
             least = f" and at least {recovery.least_ranks} (recovery.least_ranks)" if recovery.least_ranks > 1 else ""
             raise ValueError(f"no layout of at most {count} ranks{least} is legal and fits")
         return found.config
-
-    def _seats(self, places: Sequence[Place], target: Config) -> tuple[Place, ...]:
-        """Ranks stay where they are if the layout does; those without a place take what is free, in order."""
-        ranks = target.parallel.ranks
-        if target.parallel != self.now.parallel or len(self.places) != ranks:
-            return tuple(places[:ranks])
-        free = [place for place in places if place not in self.places]
-        return tuple(place if place in places else free.pop(0) for place in self.places)
 
     def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> list[Event]:
         """A person wishes for other ranks (`ranks`) or sizes (`set`: a.b=v). Raises ValueError in words."""

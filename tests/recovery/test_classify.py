@@ -180,6 +180,20 @@ def test_a_rank_that_died_comes_before_what_its_peers_say(status: int, class_: s
     assert (found.class_, found.first_failing_rank) == (class_, 1)
 
 
+TIMED_OUT = CLOSED.partition("[/gloo")[0] + "Timed out waiting 9000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize("said", [CLOSED, TIMED_OUT])
+def test_a_rank_that_left_first_without_a_word_comes_before_what_its_peers_say_then(said: str) -> None:
+    ends = {"exit": {"0": 1, "1": 1}, "log": [said]}
+    found = verdict(**ends, order=["1", "0"])
+    assert (found.class_, found.first_failing_rank, found.signature) == ("unknown", 1, "exit.first_to_leave")
+    assert verdict(**ends, order=["0", "1"]).class_ != "unknown", "the one that complained went first"
+    assert verdict(**ends).class_ != "unknown", "nobody knows who went first"
+    own = "[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'x'"
+    assert verdict(exit=ends["exit"], log=[own, said], order=["1", "0"]).signature != "exit.first_to_leave"
+
+
 def test_what_we_killed_is_no_evidence() -> None:
     found = verdict(exit={"0": -9, "1": -11, "2": -9}, ours=["0", "2"], order=["1", "0", "2"], log=[CLOSED])
     assert (found.class_, found.first_failing_rank) == ("process_crash", 1)

@@ -6,6 +6,7 @@ from ftrain.checkpoint.messages import Doubt, StepDone
 from ftrain.compose.doubts import Doubts
 from recovery.events import Suspected
 from recovery.state import Onset
+from ftrain.compose.skips import newest_before
 from storage.catalog import CheckpointInfo, CheckpointState
 
 
@@ -33,27 +34,30 @@ def test_back_to_the_newest_valid_checkpoint_before_the_onset() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
     doubts.on_doubt(Doubt(step=26, reason="not finite", onset=26), attempt=3)  # in doubt since the earliest
-    assert doubts.go_back(infos(5, 10, 15, 20, 25, fenced=15), attempt=3) == (True, 10)
-    assert doubts.go_back(infos(5, 10), attempt=4) == (False, None)  # once
+    onset, _ = doubts.give_up(3) or (0, "")
+    assert newest_before(infos(5, 10, 15, 20, 25, fenced=15), onset) == 10
+    assert doubts.give_up(3) is None  # once
+    assert doubts.give_up(4) is None
 
 
 def test_back_to_the_start_if_there_is_none() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=4, reason="not finite", onset=2), attempt=0)
-    assert doubts.go_back(infos(10), attempt=0) == (True, None)
+    onset, _ = doubts.give_up(0) or (99, "")
+    assert newest_before(infos(10), onset) is None
 
 
 def test_a_doubt_that_was_cleared_sends_nobody_back() -> None:
     doubts = Doubts()
     (event,) = doubts.on_doubt(Doubt(step=4, reason="finite when repeated"), attempt=0)
     assert isinstance(event, Suspected)
-    assert doubts.go_back(infos(10), attempt=0) == (False, None)
+    assert doubts.give_up(0) is None
 
 
 def test_what_was_on_its_way_since_the_onset_is_void_in_earlier_attempts_only() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
-    doubts.go_back(infos(10), attempt=3)
+    doubts.give_up(3)
     void = {(attempt, step) for attempt in (2, 3, 4) for step in (19, 20, 25) if doubts.is_void(attempt, step)}
     assert void == {(2, 20), (2, 25), (3, 20), (3, 25)}
 
@@ -63,8 +67,7 @@ def test_a_coordinator_that_takes_over_knows_what_the_ledger_knows() -> None:
     old = Onset(attempt=1, step=8, reason="not finite", void=True)
     doubts.recall([old, Onset(attempt=3, step=20, reason="loss spike")])
     assert [doubts.is_void(1, 8), doubts.is_void(3, 20)] == [True, False]
-    assert doubts.go_back(infos(5, 10, 25), attempt=3) == (True, 10)
-    assert doubts.verdict == "the run went back to before step 20: loss spike"
+    assert doubts.give_up(3) == (20, "the run went back to before step 20: loss spike")
     assert doubts.is_void(3, 20)
 
 
