@@ -98,8 +98,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     verdict_ids: tuple[str, ...] = ()
     last_decision: Decided | None = None
     onsets: tuple[Onset, ...] = ()  # the earliest of each attempt
-    training_phase: int = 0  # of a training in phases
     skips: tuple[tuple[int, int], ...] = ()  # first and last update of each range of data that is passed over
+    training_phase: int = 0  # of a training in phases
     out: tuple[Out, ...] = ()  # places that are taken away
     blames: tuple[str, ...] = ()  # places, once for each time that a verdict took them away
     stop_by: str = ""

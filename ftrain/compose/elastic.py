@@ -39,9 +39,9 @@ class ElasticDelegate(Delegate):
         self._committed: int | None = None
         self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
-        self._skips: tuple[Range, ...] = ()  # decided on while it ran
         self._phasing = Phasing()
         self._step = 0  # the newest one that was finished
+        self._skips: tuple[Range, ...] = ()  # decided on while it ran
         self._copies = Copies(lambda payload: self.links.to_keeper(payload))
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ftrain.checkpoint.messages import Doubt, StepDone
 from ftrain.compose.doubts import Doubts
+from ftrain.compose.skips import newest_before
 from recovery.events import Suspected
 from recovery.state import Onset
-from ftrain.compose.skips import newest_before
 from storage.catalog import CheckpointInfo, CheckpointState
 
 
