@@ -83,10 +83,10 @@ def check(launch: CommandLaunch) -> None:
 
 def check_nodes(launch: CommandLaunch) -> None:
     """RefusedError if what was said of nodes does not fit together."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
-        raise RefusedError(["srun has started this once per task: start it once, in the batch script, and it starts the rest"])
     if not launch.nnodes:
         return
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
+        raise RefusedError(["srun has started this once per task: start it once, in the batch script, and it starts the rest"])
     if not launch.nproc:
         raise RefusedError(["--nnodes says how many machines, --nproc how many processes on each: give both"])
     if launch.min_nodes > launch.nnodes:

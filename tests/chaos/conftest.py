@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ftrain.compose.proof import stored_digests
 from ftrain.data.prepare import prepare
 from ftrain.data.tokenizer import load_tokenizer
 from tests.runs import TinyRun, end_all
+from tests.undisturbed import Ends, undisturbed_ddp
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,13 @@ def unbroken(unbroken_run: TinyRun) -> dict[str, str]:
     step, digests = stored_digests(unbroken_run.url)
     assert step == unbroken_run.steps
     return digests
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How examples/ddp.py ends on two ranks."""
+    own = tmp_path_factory.getbasetemp()
+    return undisturbed_ddp(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(autouse=True)

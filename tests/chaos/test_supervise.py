@@ -19,15 +19,12 @@ from recovery.events import (
     Suspected,
     steps_of,
 )
-from storage.local import LocalStore
-from storage.run import RunStore
 from tests.commands import ftrain, ftrain_json
 from tests.hooks import hook
 from tests.supervised import python, supervised
+from tests.undisturbed import DDP, EXAMPLES, STEPS, Ends, ends
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 COUNTS = """
 import os, sys, time
@@ -150,28 +147,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, word
     assert expected in done.stderr
 
 
-def finals(run_folder: Path) -> tuple[int, dict[str, int]]:
-    """Newest step and its digests, recomputed from storage; NumPy's generator, which the script never seeds, apart."""
-    checkpoint = RunStore(LocalStore(str(run_folder))).open()
-    assert checkpoint.verify().ok
-    return checkpoint.step, {name: value for name, value in checkpoint.manifest.digests.items() if "/numpy/" not in name}
-
-
-def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    words = ("--nproc", "2", *python(str(EXAMPLES / "ddp.py"), "--steps", "240", "--batch", "256", "--width", "256"))
-    ends = {}
-    for name in ("undisturbed", "killed"):
-        (tmp_path / name).mkdir()
-        with supervised(tmp_path / name, *words) as run:
-            if name == "killed":
-                run.wait_event(CheckpointCommitted, lambda event: event.step >= 20)
-                os.kill(run.workers()[1], signal.SIGKILL)
-            code, out, err = run.wait()
-        assert code == 0, err
-        ends[name] = (out.splitlines()[-1], *finals(tmp_path / name / "run"))
+def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path, undisturbed: Ends) -> None:
+    with supervised(tmp_path, "--nproc", "2", *python(*DDP)) as run:
+        run.wait_event(CheckpointCommitted, lambda event: event.step >= 20)
+        os.kill(run.workers()[1], signal.SIGKILL)
+        code, out, err = run.wait()
+    assert code == 0, err
     assert len(run.events(InterruptionClassified)) == 1
-    assert ends["killed"] == ends["undisturbed"]
-    assert ends["killed"][1] == 240
+    assert ends(out, tmp_path / "run") == undisturbed
+    assert undisturbed.step == STEPS
 
 
 @pytest.mark.slow

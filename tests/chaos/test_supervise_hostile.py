@@ -110,6 +110,7 @@ def test_a_reader_that_has_seen_enough_ends_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_working_folder_that_is_gone_is_told_and_not_tried_for_ever(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "train.py").write_text("import os, shutil\nshutil.rmtree(os.getcwd())\nos._exit(1)\n")
@@ -120,6 +121,7 @@ def test_a_working_folder_that_is_gone_is_told_and_not_tried_for_ever(tmp_path: 
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_alone_is_no_failure_but_the_one_that_waits_for_it_hangs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEAVES_ALONE)
     with supervised(tmp_path, "--nproc", "2", "--hang-s", "1", "--max-restarts", "1", *python("train.py")) as run:

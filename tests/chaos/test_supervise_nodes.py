@@ -31,10 +31,10 @@ from tests.commands import ftrain
 from tests.nodes_run import nodes_run
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster, wait_until
 from tests.supervised import Supervised, python, supervised
+from tests.undisturbed import DDP, EXAMPLES, Ends, ends
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 120.0
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 
@@ -90,30 +90,11 @@ def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
         yield found
 
 
-def finals(run_folder: Path) -> tuple[int, dict[str, int]]:
-    """Newest step and its digests, recomputed from storage; NumPy's generator, which the script never seeds, apart."""
-    checkpoint = RunStore(LocalStore(str(run_folder))).open()
-    assert checkpoint.verify().ok
-    return checkpoint.step, {name: value for name, value in checkpoint.manifest.digests.items() if "/numpy/" not in name}
-
-
-def final_words(text: str) -> str:
-    """The script's last line."""
-    return next(line for line in reversed(text.splitlines()) if line.startswith("final "))
-
-
-DDP = (str(EXAMPLES / "ddp.py"), "--steps", "240", "--batch", "256", "--width", "256")
-
-
 @needs_slurm
 def test_a_job_on_two_nodes_loses_a_rank_and_an_agent_and_ends_where_one_machine_did(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path, undisturbed: Ends
 ) -> None:
     """Two ranks compute the same wherever they are."""
-    (tmp_path / "one").mkdir()
-    with supervised(tmp_path / "one", "--nproc", "2", *python(*DDP)) as run:
-        code, out, err = run.wait()
-    assert code == 0, err
     job = Job(cluster, tmp_path, "--nnodes", "2", "--nproc", "1", *python(*DDP))
     job.wait_for(CheckpointCommitted, step=20)
     job.kill_rank(1)
@@ -121,8 +102,7 @@ def test_a_job_on_two_nodes_loses_a_rank_and_an_agent_and_ends_where_one_machine
     job.wait_for(CheckpointCommitted, step=80)
     job.kill_agent("n2")
     job.wait_state("COMPLETED")
-    assert final_words(job.output()) == final_words(out)
-    assert finals(tmp_path / "run") == finals(tmp_path / "one" / "run")
+    assert ends(job.output(), tmp_path / "run") == undisturbed
     assert [event.nodes for event in job.events(AttemptStarted)] == [("n1", "n2")] * 3  # type: ignore[attr-defined]
     verdicts = [event.verdict for event in job.events(InterruptionClassified)]  # type: ignore[attr-defined]
     assert (verdicts[0].first_failing_rank, verdicts[0].node) == (1, "n2")
@@ -201,6 +181,7 @@ def test_a_node_whose_processes_die_just_before_it_is_gone_on_without_too(tmp_pa
     assert code == 75, err
 
 
+@pytest.mark.slow
 def test_a_node_too_few_ends_the_run_with_code_11_and_says_what_would_help(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COUNTS)
     words = ("--nnodes", "2", "--nproc", "1", "--nodes-s", "2", *python("train.py"))
@@ -274,7 +255,7 @@ def test_a_plain_script_on_four_nodes_survives_a_rank_an_agent_and_a_node(four: 
     job.wait_for(Ready, 3)
     four.kill_node(second)
     job.wait_state("COMPLETED")
-    assert final_words(job.output())
+    assert "\nfinal " in job.output()
     nodes = [event.nodes for event in job.events(AttemptStarted)]  # type: ignore[attr-defined]
     assert nodes[0] == nodes[1]
     assert nodes[-1][0] == first
@@ -314,5 +295,5 @@ def test_a_warned_script_saves_where_it_stands_and_the_job_goes_on_there(
         cluster.run("scancel", job.job)
         job.wait_for(RunEnded)
         steps = [event.step for event in job.events(StepFinished)]  # type: ignore[attr-defined]
-        assert finals(tmp_path / "run")[0] == steps[-1]
+        assert RunStore(LocalStore(job.url)).open().step == steps[-1]
         assert job.events(InterruptionClassified)[0].verdict.planned  # type: ignore[attr-defined]

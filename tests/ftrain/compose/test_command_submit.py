@@ -83,5 +83,6 @@ def test_started_by_srun_on_every_node_it_says_where_it_belongs(monkeypatch: pyt
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(RefusedError, match="start it once, in the batch script"):
         check_nodes(CommandLaunch(url="/r", argv=("true",), cwd="/", nnodes=2, nproc=1))
+    check_nodes(CommandLaunch(url="/r", argv=("true",), cwd="/"))  # several runs of one machine each are something else
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     check_nodes(CommandLaunch(url="/r", argv=("true",), cwd="/", nnodes=2, nproc=1))
