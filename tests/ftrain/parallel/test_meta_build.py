@@ -3,6 +3,8 @@
 A fake process group stands for the 5,120 and 16,384 ranks: groups are made as in a run, and nothing is sent.
 """
 
+from itertools import product
+
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,7 +20,7 @@ from ftrain.plan.setup import Setup, options_of
 from ftrain.train.step import Engine
 from storage.box import tiling_problems
 
-STAGES = {"dense-500b": (0, 1, 7), "llama3-405b": (0, 1, 15)}  # first, middle, last
+STAGES = {"dense-500b": (0, 1, 7), "llama3-405b": (0, 1, 15), "mixtral-8x7b": (0, 1, 3)}  # first, middle, last
 
 
 @pytest.fixture
@@ -60,11 +62,12 @@ def test_boxes_of_a_stage_tile_its_arrays(name, pp):
     shape = mesh_shape(config)
     specs = config_parameters(config, shape)
     boxes = {spec.name: [] for spec in specs if spec.stages[0] == pp}
-    for tp in range(shape.tp):
-        buckets = plan_buckets(specs, shape, Coordinate(tp=tp, pp=pp), bucket_bytes=config.parallel.bucket_mib * 2**20)
-        for shard in range(shape.shards):
-            for part in (part for bucket in buckets for part in bucket.parts(shard)):
-                if is_owner(part.spec, Coordinate(tp=tp, pp=pp)):
+    for tp, ep in product(range(shape.tp), range(shape.ep)):
+        here = Coordinate(tp=tp, pp=pp, dp=ep)  # the first replica with these experts
+        buckets = plan_buckets(specs, shape, here, bucket_bytes=config.parallel.bucket_mib * 2**20)
+        for shard in range(ep, shape.shards, shape.ep):
+            for part in (part for bucket in buckets for part in bucket.parts(bucket.region_of(shard))):
+                if is_owner(part.spec, here):
                     boxes[part.spec.name].append(part.box)
     assert boxes
     for spec in specs:
