@@ -149,7 +149,8 @@ def _memory(times: list[dict[str, Any]]) -> Iterator[RankMemory]:
     peaks: dict[int, RankMemory] = {}
     for line in times:
         for rank, stage, used, reserved, peak in line.get("memory", ()):
-            most = max(int(used), int(peak)) if line.get("device") == "cpu" else max(int(used), int(reserved), int(peak))
+            cpu = line.get("device") == "cpu"
+            most = max(int(used), int(peak), 0 if cpu else int(reserved))
             if rank not in peaks or peaks[rank].peak < most:
-                peaks[rank] = RankMemory(int(rank), int(stage), int(used), most, whole=not reserved)
+                peaks[rank] = RankMemory(int(rank), int(stage), int(used), most, whole=cpu and not reserved)
     yield from (peaks[rank] for rank in sorted(peaks))
