@@ -70,6 +70,7 @@ class RunDelegate(StoringDelegate):
         self._speed = Speed()
         self._links: Links | None = None
         self._going_back: Errand[tuple[int | None, int]] | None = None
+        self._distrusted: int | None = None  # the older checkpoint that the newest attempt was to begin with instead
         self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
@@ -173,6 +174,7 @@ class RunDelegate(StoringDelegate):
             older = {}
         self._planned = self._committed
         start = self._start(differently)
+        self._distrusted = start.step if (start.step or 0) < (self._committed or 0) else None
         copied = self._copies.reachable({place.node for place in self.links.places()}) if self._memory_step is None else None
         source, restored = (
             self._places.newest(self._memory_step, self._origin[1], copied=copied) if start.nearer else ("storage", start.step)
@@ -292,6 +294,8 @@ class RunDelegate(StoringDelegate):
         """
         if ready.source not in ("storage", "local") or self._planned is None or ready.step >= self._planned:
             return []
+        if ready.step == self._distrusted:  # what is newer does load, but nothing went on from it: it is kept
+            self._run.taint(after=ready.step, reason="attempts that began with it brought no new step")
         self._committed = ready.step
         return self._take_epoch(ready.step)
 
