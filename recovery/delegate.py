@@ -193,6 +193,10 @@ class Delegate(ABC):
         """Called a few times a second and after `links.wake()`."""
         return ()
 
+    def cannot_save(self) -> str:
+        """Why nobody can ask for a save; empty if the workers see such a request."""
+        return ""
+
     def drained(self) -> bool:
         """Whether nothing is on its way to storage any more; the agent is shut down only then."""
         return True

@@ -171,6 +171,8 @@ class Desk:
         match request.kind:
             case "status":
                 return ClientReply(ok=True, data=self.status())
+            case "save" if reason := self._delegate.cannot_save():
+                return ClientReply(ok=False, error=reason)
             case "save":
                 self.request_save()
             case "stop":

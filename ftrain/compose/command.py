@@ -299,6 +299,10 @@ class CommandDelegate(Delegate):
         """All ranks have left with 0, so it has: unless it was asked to stop."""
         return not self._stop_asked
 
+    def cannot_save(self) -> str:
+        """What it saves, and when, is the script's own affair."""
+        return "a script saves when it decides to; `ftrain stop` asks one that uses ftrain.progress to save and leave"
+
     def status(self) -> dict[str, Any]:
         """The command."""
         logs = self._log(0).parent.parent

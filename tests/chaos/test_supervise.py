@@ -90,6 +90,9 @@ def test_a_hang_is_found_by_progress_and_a_stop_is_seen_by_the_script(tmp_path: 
     with supervised(tmp_path, "--nproc", "2", "--hang-s", "1", *python("train.py")) as run:
         run.wait_event(Suspected)
         run.wait_event(StepFinished, lambda event: event.attempt == 1)
+        refused = ftrain("save", run.url)
+        assert refused.returncode == 2
+        assert "a script saves when it decides to" in refused.stderr
         assert ftrain("stop", run.url).returncode == 0
         code, _, err = run.wait()
     assert code == 75, err
