@@ -154,9 +154,9 @@ def refusals(setup: Setup, ranks: tuple[RankMemory, ...]) -> tuple[str, ...]:
     room = setup.profile.memory_bytes
     if worst.total <= room:
         return ()
-    mesh, name = setup.mesh, setup.profile.name
+    mesh, name, shares_out = setup.mesh, setup.profile.name, setup.mesh.ep < setup.config.model.experts
     need = f"pipeline rank {worst.pp} needs {size(worst.total, digits=1)} of {size(room)} on {name}"
-    if mesh.tp == mesh.pp == 1 and setup.options.sharding == "zero1" and worst.state > room:
+    if mesh.tp == mesh.pp == 1 and setup.options.sharding == "zero1" and worst.state > room and not shares_out:
         floor = (state.WEIGHT + state.GRADIENT) * worst.params
         return (
             "data parallelism alone cannot hold this model: every card keeps all weights and gradients, "
@@ -176,7 +176,10 @@ def _advice(setup: Setup, worst: RankMemory) -> str:
             return f"With --recompute {policy} it needs {size(peak, digits=1)}, which fits"
     if worst.activations > worst.state:
         return "Activations are the largest part: raise parallel.cp or parallel.tp, or lower batch.micro_batch"
-    return "State is the largest part: raise parallel.pp or parallel.tp, or use --sharding fsdp"
+    if setup.mesh.ep < setup.config.model.experts:
+        return "State is the largest part: raise parallel.ep (no further ranks needed), parallel.pp or parallel.tp"
+    also = "" if setup.config.model.experts else ", or use --sharding fsdp"
+    return f"State is the largest part: raise parallel.pp or parallel.tp{also}"
 
 
 def answer(setup: Setup) -> Answer:

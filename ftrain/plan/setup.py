@@ -86,6 +86,10 @@ class Setup:
     staged: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The same of the stages that the schedule makes, whatever recompute is."""
 
+    def __post_init__(self) -> None:
+        if self.config.model.experts and self.options.sharding != "zero1":
+            raise ValueError(f"--sharding {self.options.sharding}: experts are shared out with parallel.ep, beside zero1")
+
     def with_recompute(self, policy: Recompute) -> Setup:
         """The same under another policy. Nothing that has been worked out depends on it."""
         return self._with("options", recompute=policy)

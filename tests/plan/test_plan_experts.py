@@ -18,7 +18,7 @@ from ftrain.plan import time as clock
 from ftrain.plan.activations import saved_tensors
 from ftrain.plan.params import largest
 from ftrain.plan.placement import crossing_share, ring_hops
-from ftrain.plan.setup import Setup, options_of
+from ftrain.plan.setup import Options, Setup, options_of
 from ftrain.plan.traffic import expert_warnings, group_path
 from ftrain.plan.volume import volumes
 
@@ -180,6 +180,15 @@ def test_what_is_left_of_a_run_shares_out_its_experts_evenly(left: int, ranks: i
     assert found is not None
     assert (found.config.parallel.ranks, found.config.parallel.ep) == (ranks, ep)
     assert combinations(found.config) == []
+
+
+def test_what_does_not_fit_is_told_of_ep_and_not_of_fsdp() -> None:
+    """All experts on each of 128 ranks: weights and gradients of 47B parameters are 280 GB."""
+    reply = ask(f"plan memory {MIXTRAL} --set parallel.ep=1 --set parallel.pp=1")
+    assert reply.code == 3
+    assert "raise parallel.ep" in reply.said
+    with pytest.raises(ValueError, match=r"--sharding fsdp: experts are shared out with parallel\.ep"):
+        Setup(config=setup().config, profile=profile.load("h100"), options=Options(sharding="fsdp"))
 
 
 def test_ep_multiplies_nothing() -> None:
