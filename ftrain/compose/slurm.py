@@ -1,4 +1,5 @@
-"""A run as a Slurm job: from the config to the batch file, and the nodes of the job while the run lives."""
+"""A run as a Slurm job: from the config, or the words of a supervised script, to the batch file, and the nodes of the job while
+the run lives."""
 
 from __future__ import annotations
 
