@@ -1,8 +1,8 @@
 """Slurm: the batch file of a run, the command that starts its nodes, and the way back into the queue.
 
-One job holds all nodes. Its batch script *is* `ftrain run` or `ftrain supervise` (by `exec`, so that signals for the batch shell
-reach it), which starts one agent per node with a single `srun`. A lost node must end neither: hence `--no-kill` for the job and for the step.
-The exit code of such an srun is not to be trusted: it is 0 although a task died.
+One job holds all nodes. Its batch script *is* `ftrain run` or `ftrain supervise` (by `exec`, so that signals for the batch
+shell reach it), which starts one agent per node with a single `srun`. A lost node must end neither: hence `--no-kill` for the
+job and for the step. The exit code of such an srun is not to be trusted: it is 0 although a task died.
 """
 
 from __future__ import annotations
