@@ -84,7 +84,7 @@ def test_the_planner_imports_no_torch_and_no_zarr() -> None:
         (["simulate", "CONFIG", "--lengths", "4:1"], "give --set parallel.cp=2"),
         (["simulate", "CONFIG", "--lengths", "4:x", "--set", "parallel.cp=2"], "wanted LENGTH:COUNT"),
         (["simulate", "CONFIG", "--lengths", "9000", "--set", "parallel.cp=2"], "more than data.seq_len"),
-        (["simulate", "CONFIG", "--hardware", "laptop"], "names no peak"),
+        (["simulate", "CONFIG", "--hardware", "laptop"], "peak unknown"),
     ],
 )
 def test_what_is_wrong_is_said_and_ends_with_the_config_code(arguments: list[str], message: str) -> None:
