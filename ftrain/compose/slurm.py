@@ -37,10 +37,8 @@ def job_of(config: Config) -> Job:
     parallel, slurm = config.parallel, config.slurm
     per_node = config.machine.ranks_per_node
     if not per_node:
-        wanted = (
-            f"say how many ranks (GPUs) a node has: --set machine.ranks_per_node={parallel.ranks} if one node holds all"
-            f" {parallel.ranks}, else 4 or 8 or as many as it has GPUs; or ranks_per_node in [machine] of the config"
-        )
+        some = min(8, parallel.ranks)
+        wanted = f"say how many ranks (GPUs) a node has, e.g. --set machine.ranks_per_node={some}, or in [machine] of the config"
         raise RefusedError([f"machine.ranks_per_node = 0: {wanted}"])
     needed = num_nodes(config, parallel.ranks)
     nodes = slurm.nodes or needed + slurm.spare_nodes
