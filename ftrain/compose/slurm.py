@@ -38,7 +38,7 @@ def job_of(config: Config) -> Job:
     per_node = config.machine.ranks_per_node
     if not per_node:
         some = min(8, parallel.ranks)
-        wanted = f"say how many ranks (GPUs) a node has, e.g. --set machine.ranks_per_node={some}, or in [machine] of the config"
+        wanted = f"say how many ranks (GPUs) a node has: --set machine.ranks_per_node={some}, or in [machine] of the config"
         raise RefusedError([f"machine.ranks_per_node = 0: {wanted}"])
     needed = num_nodes(config, parallel.ranks)
     nodes = slurm.nodes or needed + slurm.spare_nodes
