@@ -91,11 +91,12 @@ class PeerCopied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
 
 
 class CopyFailed(msgspec.Struct, frozen=True, kw_only=True, tag="copy-failed"):
-    """Keeper to coordinator: it is not, and the attempt at this step is over."""
+    """Keeper of `node` to coordinator: it is not, and the attempt at this step is over."""
 
     attempt: int
     step: int
     rank: int
+    node: str
     reason: str
 
 

@@ -117,7 +117,10 @@ class Peers:
                 self._under_way.add(name)
                 self._pool.submit(self._push, name, header)
         for rank in ranks:
-            self._send(CopyFailed(attempt=key[0], step=key[1], rank=rank, reason="its snapshot was overwritten before"))
+            self._send(self._failed(key, rank, "its snapshot was overwritten before"))
+
+    def _failed(self, key: Key, rank: int, reason: str) -> CopyFailed:
+        return CopyFailed(attempt=key[0], step=key[1], rank=rank, node=self._node, reason=reason)
 
     # pushes
 
@@ -128,7 +131,7 @@ class Peers:
                 nbytes = self._transfer(self._own[name], name, header)
         except Exception as error:  # whatever it is, the coordinator must hear of it: a thread's error has no other listener
             reason = f"{error}" if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-            answer: PeerCopied | CopyFailed = CopyFailed(attempt=key[0], step=key[1], rank=header.rank, reason=reason)
+            answer: PeerCopied | CopyFailed = self._failed(key, header.rank, reason)
         else:
             self._answers[name] = answer = PeerCopied(
                 epoch=header.epoch,

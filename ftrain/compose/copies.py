@@ -28,6 +28,7 @@ class Copies:
         """The newest snapshot of which every rank's share is in the memory of two nodes."""
         self._holders: tuple[str, ...] = ()  # the ring when it became so
         self._ring: tuple[str, ...] = ()
+        self._nodes: tuple[str, ...] = ()  # of each rank
         self._copying: Key | None = None
         self._begun = 0.0
         self._answers: dict[int, PeerCopied] = {}
@@ -43,16 +44,17 @@ class Copies:
         """What an earlier coordinator had on record."""
         self.whole = copied
 
-    def started(self, ring: Sequence[str]) -> None:
-        """An attempt is about to be started on these nodes (fewer than two: nothing is copied)."""
-        self._ring = tuple(ring) if len(ring) > 1 else ()
+    def started(self, nodes: Sequence[str]) -> None:
+        """An attempt is about to be started; `nodes`: of each rank (fewer than two: nothing is copied)."""
+        ring = tuple(dict.fromkeys(nodes))
+        self._nodes, self._ring = tuple(nodes), ring if len(ring) > 1 else ()
         self._end()
         self._next = None
         self.repeat()
 
-    def adopted(self, ring: Sequence[str]) -> None:
+    def adopted(self, nodes: Sequence[str]) -> None:
         """An earlier coordinator's attempt goes on."""
-        self.started(ring)
+        self.started(nodes)
         self._holders = self._ring
 
     def repeat(self) -> None:
@@ -112,6 +114,8 @@ class Copies:
         if (message.attempt, message.step) != self._copying:
             return []
         if isinstance(message, CopyFailed):
+            if message.node != self._nodes[message.rank]:
+                return []  # a node that the rank has left: its areas are still there
             told = self._failed(message)
         else:
             self._answers[message.rank] = message

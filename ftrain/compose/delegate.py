@@ -168,7 +168,7 @@ class RunDelegate(StoringDelegate):
         self._speed.begin(self._layouts.text, self._layouts.phase)
         self._debts.started(attempt, self._epoch)
         self._attempt, own, older = attempt, *self._layouts.started(attempt)
-        self._copies.started(self._layouts.ring if self._layouts.copied else ())
+        self._copies.started(self._layouts.copied_nodes)
         if older and not self._layouts.fits:
             release += self._give_up_older()
             older = {}
@@ -320,7 +320,7 @@ class RunDelegate(StoringDelegate):
         self._layouts.adopt(known)
         self._attempt = known.attempt
         self._debts.started(known.attempt, known.epoch)
-        self._copies.adopted(self._layouts.ring if self._layouts.copied else ())
+        self._copies.adopted(self._layouts.copied_nodes)
         self._debts.ask(self._layouts.ring if self._layouts.spread else ("",))
         self.links.to_keeper(encode(Resend()))
         return []

@@ -64,6 +64,8 @@ def main(argv: list[str]) -> int:
     while not link.closed:
         for frame in outbox.wait():
             handle(keeper, peers, frame.message, frame.fds)
+    if peers is not None:
+        peers.close()
     return 0
 
 

@@ -190,7 +190,7 @@ class Layouts:
                     own_slots=of_ranks(args.own_slots, [rank]),
                     source_slots=self._sources(args, rank),
                     spread=self.spread,
-                    nodes=[place.node for place in self.places] if self.copied else [],
+                    nodes=self.copied_nodes,
                     slot=self.places[rank].slot if self.places else rank,
                     slots=slots,
                 ),
@@ -208,6 +208,11 @@ class Layouts:
     def copied(self) -> bool:
         """Whether each node's snapshots are copied to another node."""
         return self.spread and self.wish.checkpoint.peer_copy
+
+    @property
+    def copied_nodes(self) -> list[str]:
+        """The node of each rank, where they copy to each other; else none."""
+        return [place.node for place in self.places] if self.copied else []
 
     @property
     def ring(self) -> list[str]:

@@ -205,7 +205,9 @@ def test_a_copy_that_fails_is_a_notice_once_and_the_next_is_tried() -> None:
     made, last = copies()
     for step in (3, 6):
         made.taken(0, step)
-        told = made.on_keeper(CopyFailed(attempt=0, step=step, rank=1, reason="no route"))
+        assert made.on_keeper(CopyFailed(attempt=0, step=step, rank=1, node="c", reason="it was here once")) == []
+        assert last().copy == (0, step)
+        told = made.on_keeper(CopyFailed(attempt=0, step=step, rank=1, node="b", reason="no route"))
         assert [isinstance(event, StorageNotice) for event in told] == ([True] if step == 3 else [])
         assert last().copy is None
 
