@@ -78,15 +78,15 @@ class Moe(nn.Module):
         made = self._experts(dispatch(whole.flatten(0, 1), ways), ways.counts)
         return narrowed(self.groups.tensor, combine(made, weights, ways).view(whole.shape), x_BTD.dtype)
 
-    def _experts(self, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        """Each expert's SwiGLU of its own rows."""
+    def _experts(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Each expert's SwiGLU of its own rows; of as many dims as a dense one's, for which kernels are compiled."""
         made = []
-        for number, part in enumerate(rows.split(counts)):
-            if len(part):
+        for number, part in enumerate(rows.unsqueeze(0).split(counts, 1)):
+            if counts[number]:
                 gate, up = project(part, _matrix(self.w1, number), _matrix(self.w3, number))
                 part = linear(swiglu(gate, up, self.kernels), _matrix(self.w2, number))
             made.append(part)
-        return torch.cat(made)
+        return torch.cat(made, 1).squeeze(0)
 
 
 def _matrix(stack: torch.Tensor, number: int) -> torch.Tensor:

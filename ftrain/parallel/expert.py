@@ -55,6 +55,11 @@ class ExpertGroup:
         """Ranks of the group."""
         return self.mesh.shape.ep
 
+    def tell(self, counts: torch.Tensor) -> torch.Tensor:
+        """A row for each rank of the group, and one from each."""
+        one_each = [1] * self.size
+        return self.mesh.exchange(counts, one_each, one_each)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -63,31 +68,30 @@ class Route:
     group: ExpertGroup | None
     choices: torch.Tensor  # [M] of each row sent: the number of its choice, position x K + which
     places: torch.Tensor  # [N, K] of each choice: its row among those sent; M if it was not taken
-    sent: tuple[int, ...]  # rows to each rank of the group
-    received: tuple[int, ...]
+    sent: list[int]  # rows to each rank of the group
+    received: list[int]
     order: torch.Tensor | None  # [R] of each row, sorted by expert: which it was when it came; None: as they came
-    counts: tuple[int, ...]  # rows of each of this rank's experts
+    counts: list[int]  # rows of each of this rank's experts
 
     @staticmethod
     def of(group: ExpertGroup | None, chosen_NK: torch.Tensor, kept_NK: torch.Tensor | None, experts: int) -> Route:
         """The route of what the router chose. `kept_NK`: what of it the experts have room for. Called by all of the group."""
         wanted = chosen_NK.flatten() if kept_NK is None else chosen_NK.flatten().where(kept_NK.flatten(), experts)
         choices = wanted.argsort(stable=True)
-        counts_E = torch.bincount(wanted, minlength=experts)[:experts]
-        total = len(choices) if kept_NK is None else int(counts_E.sum())
+        going = torch.bincount(wanted, minlength=experts)[:experts].view(1 if group is None else group.size, -1)
+        coming = going if group is None else group.tell(going)  # [rank, its expert], [rank, my expert]
+        to, from_ = torch.stack([going, coming]).tolist()  # the host waits here, and only here
+        sent, received = [sum(rank) for rank in to], [sum(rank) for rank in from_]
         places = torch.empty_like(choices)
-        places[choices] = torch.arange(len(choices), device=choices.device).clamp_(max=total)
-        choices, places = choices[:total], places.view(chosen_NK.shape)
-        if group is None:
-            counts = tuple(counts_E.tolist())
-            return Route(None, choices, places, (total,), (total,), None, counts)
-        size = group.size
-        ones = (1,) * size
-        coming = group.mesh.exchange(counts_E.view(size, -1), ones, ones)  # [rank, my expert]
-        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(size).repeat_interleave(coming.flatten())
-        sent, received = counts_E.view(size, -1).sum(1).tolist(), coming.sum(1).tolist()
+        places[choices] = torch.arange(len(choices), device=choices.device).clamp_(max=sum(sent))
         return Route(
-            group, choices, places, tuple(sent), tuple(received), numbers.argsort(stable=True), tuple(coming.sum(0).tolist())
+            group=group,
+            choices=choices[: sum(sent)],
+            places=places.view(chosen_NK.shape),
+            sent=sent,
+            received=received,
+            order=None if group is None else _by_expert(coming),
+            counts=[sum(rows) for rows in zip(*from_, strict=True)],
         )
 
     def go(self, rows_MD: torch.Tensor) -> torch.Tensor:
@@ -113,6 +117,12 @@ class Route:
         if len(self.choices) < self.places.numel():
             rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
         return [rows_MD[places] for places in self.places.unbind(1)]
+
+
+def _by_expert(coming: torch.Tensor) -> torch.Tensor:
+    """Which rows are those of the first expert, of the second, ...: rows come by rank, and of each by expert."""
+    numbers = torch.arange(coming.shape[1], device=coming.device).repeat(coming.shape[0])
+    return numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
 
 
 def dispatch(x_ND: torch.Tensor, route: Route) -> torch.Tensor:

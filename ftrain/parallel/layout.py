@@ -110,7 +110,8 @@ class ParameterSpec:
         return placement
 
     def reduce_axes(self) -> tuple[Axis, ...]:
-        """Axes over which this parameter's gradient is a sum of partial ones (copies of a cut not counted)."""
+        """Axes over which this parameter's gradient is a sum of partial ones; copies of a cut not counted, and of what ep cuts
+        only the ranks with the same part."""
         return tuple(axis for axis in AXES if self.on(axis).kind is Kind.PARTIAL)
 
     def sharers(self, ep: int) -> int:

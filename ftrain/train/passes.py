@@ -142,6 +142,8 @@ class Passes:
 
     def _routing(self, number: int, batch: Sequences, scale: float) -> Routing:
         """A sequence's balance loss weighs as much as its valid tokens do."""
+        if not self.config.model.experts:
+            return Routing()
         balance = batch.valid.sum(1, dtype=torch.float64) * (self.config.model.balance_coef * scale)
         return Routing(balance, None if self.choose is None else partial(self.choose, number))
 
