@@ -19,6 +19,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.nodes import arena_nbytes
 from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
+from ftrain.phases import most_ranks
 from recovery.notice import read_time
 from recovery.preflight import Check, Concern, Result, examine
 from recovery.timeouts import Timeouts, explain
@@ -32,7 +33,7 @@ DATA = "data"  # the check that finds fault with the config, not with the machin
 
 def cheap(config: Config) -> list[Check]:
     """What is asked before each start."""
-    ranks = min(config.parallel.ranks, config.machine.ranks_per_node or config.parallel.ranks)  # on this machine
+    ranks = min(most_ranks(config), config.machine.ranks_per_node or most_ranks(config))  # on this machine
     return [
         Check(
             name="disk",

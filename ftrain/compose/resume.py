@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -76,7 +77,7 @@ def compared(old: Config, new: Config, step: int, cursor: Cursor) -> Resume:
     ]
     known = {change.path for change in now}
     base = [it for it in changes(replace(old, phases=()), replace(new, phases=())) if it.path not in known]
-    return Resume(step=step, changes=(*now, *base, *_later(old, new, number)))
+    return Resume(step=step, changes=(*now, *base, *_elsewhere(old, new, number)))
 
 
 def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
         if entry is None or entry["from_tokens"] != was[index]["from_tokens"]:
             given = "is missing" if entry is None else f"was {was[index]['from_tokens']}, is {entry['from_tokens']}"
             yield f"phases.{index}.from_tokens: {given}: this phase has begun; set it back"
-        elif index < number - 1 and entry != was[index]:
+        elif index < number - 1 and _but_layout(entry) != _but_layout(was[index]):
             yield f"phases.{index}: was {was[index]}, is {entry}: this phase is over; set it back"
     for index in range(number, len(now)):
         if now[index]["from_tokens"] <= read and (index >= len(was) or was[index] != now[index]):
@@ -99,6 +100,12 @@ def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
             yield f"{it.path}: was {it.old!r}, is {it.new!r}: it only counts in a phase that is over; set it back"
 
 
+def _but_layout(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a phase has done to the training. Its layout may have been another than planned: it was resized."""
+    batch = {name: value for name, value in entry["batch"].items() if name != "micro_batch"}
+    return {**entry, "parallel": {}, "batch": batch}
+
+
 def _where(path: str, config: Config, number: int) -> str:
     """The path of a phase's value: in the newest entry of the table that names it, or outside."""
     section, _, name = path.partition(".")
@@ -108,9 +115,10 @@ def _where(path: str, config: Config, number: int) -> str:
     return path
 
 
-def _later(old: Config, new: Config, number: int) -> Iterator[Change]:
+def _elsewhere(old: Config, new: Config, number: int) -> Iterator[Change]:
+    """What is different about later phases, and about the layout of those that are over."""
     was, now = msgspec.to_builtins(old.phases), msgspec.to_builtins(new.phases)
-    for index in range(number, max(len(was), len(now))):
+    for index in (*range(number - 1), *range(number, max(len(was), len(now)))):
         before, after = (found[index] if index < len(found) else None for found in (was, now))
         if before != after:
             yield Change(f"phases.{index}", before, after, "recorded")

@@ -21,6 +21,7 @@ from ftrain.compose.nodes import num_nodes, shared_dir
 from ftrain.compose.paths import local_dir, local_dir_of
 from ftrain.config import Config, Slurm
 from ftrain.load import apply_override
+from ftrain.phases import most_ranks
 from ftrain.schema import ConfigProblems, Problem, find_problems
 from recovery.launch import Spawn, spawn
 from recovery.slurm import Job, SlurmError, batch_file, container_options, job_id, node_command, nodes_left, requeue
@@ -40,10 +41,11 @@ def job_of(config: Config) -> Job:
         some = min(8, parallel.ranks)
         wanted = f"say how many ranks (GPUs) a node has: --set machine.ranks_per_node={some}, or in [machine] of the config"
         raise RefusedError([f"machine.ranks_per_node = 0: {wanted}"])
-    needed = num_nodes(config, parallel.ranks)
+    ranks = most_ranks(config)  # nodes are had from the first phase on
+    needed = num_nodes(config, ranks)
     nodes = slurm.nodes or needed + slurm.spare_nodes
     if nodes < needed:
-        raise RefusedError([f"slurm.nodes = {nodes}: {parallel.ranks} ranks at {per_node} a node need {needed}"])
+        raise RefusedError([f"slurm.nodes = {nodes}: {ranks} ranks at {per_node} a node need {needed}"])
     return Job(
         name=Path(config.run.url.rstrip("/")).name or "ftrain",
         nodes=nodes,

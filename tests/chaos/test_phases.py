@@ -17,6 +17,7 @@ from ftrain.compose.proof import stored_digests
 from recovery.client import ask
 from recovery.events import AttemptStarted, InterruptionClassified, PhaseBegan, Ready, steps_of
 from tests.commands import ftrain, ftrain_json
+from tests.nodes_run import nodes_run
 from tests.runs import TinyRun, finish, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -235,3 +236,31 @@ def test_row_47_replicas_are_added_step_by_step(corpus: str, tmp_path: Path) -> 
     assert len({row["tokens_per_update"] for row in rows}) == 1
     assert [row["proof"][:10] for row in rows] == ["", "digests of", "digests of"]
     assert all(row["tokens_per_s"] > 0 and row["per_rank"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_phases_on_several_nodes_take_up_more_of_them(corpus: str, tmp_path: Path) -> None:
+    """One rank a node: phase 1 waits for a second node. It begins from storage, whose digests every rank proves; so does phase
+    2, whose layout is the same.
+    """
+    phases = (
+        "[[phases]]\nfrom_tokens = 2048\nparallel = { ranks = 2 }\n[[phases]]\nfrom_tokens = 3584\ndata = { seq_len = 64 }\n"
+    )
+    machine = "[machine]\nranks_per_node = 1\n"
+    quiet = TinyRun(folder=tmp_path / "one-machine", corpus=corpus, ranks=1, steps=18, extra=phases)
+    assert quiet.run()[0] == 0
+    run = replace(quiet, folder=tmp_path / "nodes", url="", extra=machine + phases)
+    with no_process_left(run), nodes_run(run, "n1") as nodes:
+        parent = run.start()
+        run.wait_for(lambda events: any(isinstance(event, PhaseBegan) for event in events) or bool(learned(run).get(8)))
+        nodes.join("n2")
+        code, output = finish(parent)
+        assert code == 0, output
+    check_same_end(run, quiet)
+    started = [event for event in run.events() if isinstance(event, AttemptStarted)]
+    assert [(event.ranks, event.source, event.nodes) for event in started] == [
+        (1, "init", ("n1",)),
+        (2, "storage", ("n1", "n2")),
+        (2, "storage", ("n1", "n2")),
+    ]
+    assert all(event.proof.startswith("digests of") for event in run.events() if isinstance(event, Ready) and event.step)

@@ -33,7 +33,7 @@ def resumed(*overrides: str, phase: int) -> Resume:
 @pytest.mark.parametrize(
     ("change", "phase", "words"),
     [
-        ("phases.0.parallel.ranks=2", 2, "phases.0: was"),
+        ("phases.0.optimizer.lr=1e-3", 2, "phases.0: was"),
         ("phases.0.from_tokens=5000", 2, "phases.0.from_tokens: was 4000, is 5000"),
         ("phases.1.from_tokens=9500", 2, "phases.1.from_tokens: was 9000, is 9500"),
         ("phases=[{from_tokens = 4000, parallel = {ranks = 4}}]", 2, "phases.1.from_tokens: is missing"),
@@ -64,6 +64,13 @@ def test_the_present_phase_obeys_the_rules_of_its_fields() -> None:
     assert found.refused(accept=True) == []
     found = resumed("optimizer.weight_decay=0.2", phase=2)
     assert [change["path"] for change in found.recorded()] == ["optimizer.weight_decay"]
+
+
+def test_the_layout_of_a_phase_that_is_over_may_have_been_another() -> None:
+    """A resize stands in the checkpoint, and a person's file does not know of it."""
+    found = resumed("phases.0.parallel.ranks=2", "phases.1.parallel.ranks=4", phase=2)
+    assert found.refused(accept=False) == []
+    assert [change["path"] for change in found.recorded()] == ["phases.0"]
 
 
 def test_a_config_without_a_change_changes_nothing() -> None:
