@@ -90,7 +90,7 @@ class Route:
             places=places.view(chosen_NK.shape),
             sent=sent,
             received=received,
-            order=None if group is None else _by_expert(coming),
+            order=None if group is None else _by_expert(coming, sum(received)),
             counts=[sum(rows) for rows in zip(*from_, strict=True)],
         )
 
@@ -119,10 +119,10 @@ class Route:
         return [rows_MD[places] for places in self.places.unbind(1)]
 
 
-def _by_expert(coming: torch.Tensor) -> torch.Tensor:
+def _by_expert(coming: torch.Tensor, total: int) -> torch.Tensor:
     """Which rows are those of the first expert, of the second, ...: rows come by rank, and of each by expert."""
     numbers = torch.arange(coming.shape[1], device=coming.device).repeat(coming.shape[0])
-    return numbers.repeat_interleave(coming.flatten()).argsort(stable=True)
+    return numbers.repeat_interleave(coming.flatten(), output_size=total).argsort(stable=True)
 
 
 def dispatch(x_ND: torch.Tensor, route: Route) -> torch.Tensor:
