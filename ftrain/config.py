@@ -134,8 +134,8 @@ class Data(Section, frozen=True, kw_only=True):
     skip: Annotated[
         tuple[Skip, ...],
         Meta(
-            description="ranges of updates whose data are passed over, e.g. because they make no sense; a run that is behind one "
-            "already goes back to before it",
+            description="ranges of updates whose data are passed over, e.g. because they make no sense; a run that is behind "
+            "one already goes back to before it",
             extra=ACCEPT,
         ),
     ] = ()
@@ -330,8 +330,8 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     peer_copy: Annotated[
         bool,
         Meta(
-            description="each node keeps a copy of another node's newest snapshot in memory, so that the loss of a node costs no "
-            "reading from storage. Needs several nodes (machine.ranks_per_node), 3 slots, and memory for 2 more slots a rank",
+            description="each node keeps a copy of another node's newest snapshot in memory, so that the loss of a node costs "
+            "no reading from storage. Needs several nodes (machine.ranks_per_node), 3 slots, and memory for 2 more slots a rank",
             extra=FREE,
         ),
     ] = False
@@ -504,8 +504,8 @@ class Recovery(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="updates whose data may be passed over in the whole run: if the same ones make no sense twice, on the same "
-            "data, it is the data or the code; 0: the run stops for a person then",
+            description="updates whose data may be passed over in the whole run: if the same ones make no sense twice, on the "
+            "same data, it is the data or the code; 0: the run stops for a person then",
             extra=FREE,
         ),
     ] = 0
