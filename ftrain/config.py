@@ -331,7 +331,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="each node keeps a copy of another node's newest snapshot in memory, so that the loss of a node costs "
-            "no reading from storage. Needs several nodes (machine.ranks_per_node), 3 slots, and memory for 2 more slots a rank",
+            "no reading from storage. Needs several nodes (machine.ranks_per_node), 3 slots, memory for 2 more slots a rank",
             extra=FREE,
         ),
     ] = False
