@@ -63,7 +63,7 @@ class Elastic:
 
     def on_client(self, request: ClientRequest) -> ClientReply:
         """`ftrain drain|admit|resize`."""
-        args = dict(request.args)
+        args, changes = dict(request.args), list[dict[str, Any]]()
         try:
             match request.kind:
                 case "drain":
@@ -71,10 +71,10 @@ class Elastic:
                 case "admit":
                     self._admit(str(args.get("place", "")), str(args.get("by", "a person")))
                 case _:
-                    self._resize(args)
+                    changes = self._resize(args)
         except ValueError as error:
             return ClientReply(ok=False, error=str(error))
-        return ClientReply(ok=True, data=self.describe())
+        return ClientReply(ok=True, data={**self.describe(), **({"changes": changes} if changes else {})})
 
     def _drain(self, text: str, by: str) -> None:
         place = parse(text, self.capacity)
@@ -90,7 +90,8 @@ class Elastic:
             raise ValueError(f"{place} is not taken away; taken away: {self._out_in_words() or 'nothing'}")
         self._return(place, f"given back by {by}")
 
-    def _resize(self, args: dict[str, Any]) -> None:
+    def _resize(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        """What changes: path, old and new of each."""
         before = dict(self.capacity)
         missing = int(args.get("ranks") or 0) - len(self.places)
         if len(before) == 1 and missing > 0:  # one machine has as many places as are asked for: what it can do, its ranks say
@@ -101,6 +102,7 @@ class Elastic:
             self.capacity.update(before)
             raise
         self._hand_over(told)
+        return [dict(change) for event in told if isinstance(event, LayoutChosen) for change in event.changes]
 
     # what happens by itself
 

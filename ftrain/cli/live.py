@@ -169,11 +169,14 @@ def _left(facts: dict[str, Any]) -> str:
 def resize(run_url: str, ranks: int | None, overrides: tuple[str, ...], local_dir: str, as_json: bool) -> None:
     """Go on with other ranks, or cut the model in another way, at the next step boundary of a live RUN.
 
-    The global batch and the order of the data stay; what the seam proves stands in the ledger.
+    The global batch and the order of the data stay; what the seam proves stands in the ledger. Of a run in phases it is the
+    present phase that changes, and later ones that do not name the same value.
 
     \b
     Example:
       ftrain resize runs/demo --ranks 4 --set parallel.tp=2
     """
     facts = ask(run_url, local_dir, "resize", ranks=ranks or 0, set=list(overrides), by="ftrain resize")
-    render.json(facts) if as_json else render.note("the run changes its layout at the next step boundary")
+    made = "; ".join(f"{it['path']} {it['old']} -> {it['new']}" for it in facts.get("changes", ()))
+    said = f"at the next step boundary: {made}" if made else "the run has that layout already"
+    render.json(facts) if as_json else render.note(said)

@@ -91,7 +91,8 @@ def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
         elif index < number - 1 and _but_layout(entry) != _but_layout(was[index]):
             yield f"phases.{index}: was {was[index]}, is {entry}: this phase is over; set it back"
     for index in range(number, len(now)):
-        if now[index]["from_tokens"] <= read and (index >= len(was) or was[index] != now[index]):
+        moved = index >= len(was) or was[index]["from_tokens"] != now[index]["from_tokens"]
+        if moved and now[index]["from_tokens"] <= read:
             given = f"given {now[index]['from_tokens']}, and the run has read {read} tokens"
             yield f"phases.{index}.from_tokens: {given}: give more"
     before = {it.path for it in changes(effective(old, number), effective(new, number))}

@@ -195,7 +195,7 @@ def test_a_resize_by_hand_is_of_the_present_phase_and_those_that_inherit_it(
     refused = ftrain("resize", run.url, "--ranks", "1")
     assert refused.returncode == 2
     assert "phases.1.parallel.ranks: given 1, with tp x cp x pp = 1 x 2 x 1 = 2" in refused.stderr
-    ftrain_json("resize", run.url, "--ranks", "4")
+    assert ftrain_json("resize", run.url, "--ranks", "4")["changes"] == [{"path": "parallel.ranks", "old": 2, "new": 4}]
     run.wait_for(lambda events: any(isinstance(event, Ready) and event.attempt == 2 for event in events))
     told = ftrain_json("status", run.url)
     assert (told["run"]["phase"], told["run"]["phases"], told["run"]["layout"]) == (1, 3, "tp1 x cp1 x pp1 x dp4")

@@ -8,7 +8,7 @@ import pytest
 
 from ftrain.compose.resume import Resume, compared
 from ftrain.config import Config
-from ftrain.course import course, cursor_at
+from ftrain.course import Cursor, course, cursor_at
 from ftrain.load import load
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "tiny-dp2.toml")
@@ -71,6 +71,17 @@ def test_the_layout_of_a_phase_that_is_over_may_have_been_another() -> None:
     found = resumed("phases.0.parallel.ranks=2", "phases.1.parallel.ranks=4", phase=2)
     assert found.refused(accept=False) == []
     assert [change["path"] for change in found.recorded()] == ["phases.0"]
+
+
+def test_a_phase_that_is_about_to_begin_may_still_be_changed_but_not_its_token() -> None:
+    """A checkpoint of the very boundary: no update of the phase was done."""
+    old = config()
+    step = course(old)[1].first_step
+    boundary = Cursor(step, cursor_at(old, step).begun[:1])  # as the last update of phase 0 has saved it
+    found = compared(old, config("phases.0.parallel.ranks=2", "phases.0.optimizer.lr=1e-3"), step, boundary)
+    assert found.refused(accept=False) == []
+    assert [change["path"] for change in found.recorded()] == ["phases.0"]
+    assert compared(old, config("phases.0.from_tokens=3900"), step, boundary).refused(accept=True)
 
 
 def test_a_config_without_a_change_changes_nothing() -> None:
