@@ -105,4 +105,5 @@ def test_a_node_is_lost_for_good_and_the_others_go_on_under_another_layout_from_
     assert [event.ranks for event in run.events() if isinstance(event, LayoutChosen)] == [2, 1]
     proofs = [event.proof for event in run.events() if isinstance(event, Ready)]
     assert all("digests of" in proof and "across" in proof for proof in proofs[1:])
-    assert not [event for event in run.events() if isinstance(event, StorageNotice) and event.topic == "peer"]
+    said = [event.text for event in run.events() if isinstance(event, StorageNotice) and event.topic == "peer"]
+    assert len(said) <= 2, "each loss may break off the copy that was on its way to the lost node, and nothing else goes wrong"
