@@ -38,7 +38,7 @@ def test_a_run_that_has_come_down_to_one_node_copies_nothing() -> None:
 
 @pytest.mark.parametrize("setting", ["machine.ranks_per_node=0", "checkpoint.slots=2", "checkpoint.snapshot_steps=0"])
 def test_what_copies_need_is_said(setting: str) -> None:
-    with pytest.raises(ConfigProblems, match="checkpoint.peer_copy"):
+    with pytest.raises(ConfigProblems, match=r"checkpoint\.peer_copy"):
         load(CONFIG, (*SETTINGS, setting))
     assert not combinations(load(CONFIG, SETTINGS))
 
