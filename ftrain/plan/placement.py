@@ -55,9 +55,11 @@ def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int, *, run: i
     Units are runs of `unit` ranks. One axis whose stride and span fit the units has a closed form; anything else is counted.
     `run` and `step`: of parts of the groups, as `path` has them.
     """
-    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    axes = tuple(axis for axis in mesh.order if axis in axes and mesh.size(axis) > 1)
     if not axes:
         return 0.0
+    if run and mesh.size(axes[0]) % run == 0:  # the neighbours differ along the innermost axis alone
+        axes = axes[:1]
     if len(axes) == 1:
         stride = prod(mesh.size(axis) for axis in mesh.order[: mesh.order.index(axes[0])])
         span = stride * (run or mesh.size(axes[0]))
@@ -72,6 +74,7 @@ def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int, *, run: i
     return max(crossing.values(), default=0) / unit
 
 
+@lru_cache(maxsize=1)  # asked once for every tier
 def ring_hops(mesh: MeshShape, axes: tuple[Axis, ...], *, run: int = 0, step: int = 1) -> tuple[tuple[int, int], ...]:
     """(sender, receiver) of every hop of every ring along `axes`, each ring in rank order."""
     group = mesh.group(0, axes)

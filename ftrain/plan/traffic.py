@@ -6,6 +6,7 @@ moves most belongs innermost, and a tensor parallel group that leaves its server
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -19,7 +20,8 @@ RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of th
 
 def group_path(setup: Setup, volume: Volume) -> Path:
     """The slowest link of a group."""
-    return path(setup.mesh, volume.axes, key(setup.profile), run=volume.run, step=volume.step)
+    mesh = replace(setup.mesh, ep=1)  # which groups there are is said by `run` and `step`; what is known is known for any ep
+    return path(mesh, volume.axes, key(setup.profile), run=volume.run, step=volume.step)
 
 
 def group_gb_s(setup: Setup, volume: Volume) -> float:

@@ -20,7 +20,7 @@ def test_every_config_loads(path: Path) -> None:
 
 
 def test_the_documented_configs_are_there() -> None:
-    wanted = {"demo", "tiny-dp2", "tiny-dp8", "llama3-8b", "llama3-405b", "dense-500b"}
+    wanted = {"demo", "tiny-dp2", "tiny-dp8", "llama3-8b", "llama3-405b", "dense-500b", "mixtral-8x7b"}
     assert wanted <= {path.stem for path in CONFIGS}
 
 
