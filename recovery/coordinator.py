@@ -259,7 +259,11 @@ class Coordinator:
             self.agent.send(Release(names=plan.release))
         answer = self._handling.ask(Prepare(memfds=plan.memfds), (Prepared, PrepareFailed), self.spec.prepare_s)
         if isinstance(answer, PrepareFailed):
-            raise CannotStartError(answer.reason)
+            if not self.delegate.can_do_with_less():
+                raise CannotStartError(answer.reason)
+            log.warning("planned again with less memory: %s", answer.reason)
+            self._start(previous)
+            return
         if answer is None:  # one that does not answer is no use to anybody, dead or not
             self.agent.kill()
             self._handling.until(lambda: False, self.spec.teardown_s)

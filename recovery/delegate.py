@@ -128,6 +128,10 @@ class Delegate(ABC):
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
         """What to start next; `previous` is None for the first attempt of this coordinator that follows no other."""
 
+    def can_do_with_less(self) -> bool:
+        """The memory areas of the attempt just planned do not fit on some node: whether it needs fewer if planned again."""
+        return False
+
     @abstractmethod
     def on_worker(self, rank: int, attempt: int, payload: bytes) -> Sequence[Event]:
         """A payload of a worker. May be repeated after a coordinator's death."""

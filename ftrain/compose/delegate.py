@@ -70,6 +70,7 @@ class RunDelegate(StoringDelegate):
         self._speed = Speed()
         self._links: Links | None = None
         self._going_back: Errand[tuple[int | None, int]] | None = None
+        self._given_up: tuple[str, ...] = ()  # areas that the next attempt must do without
         self._distrusted: int | None = None  # the older checkpoint that the newest attempt was to begin with instead
         self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._taken: dict[Group, set[int]] = defaultdict(set)
@@ -160,7 +161,8 @@ class RunDelegate(StoringDelegate):
         if previous is not None and previous.skips != self._skips:
             self._doubts.forget_from(min(first for first, _ in previous.skips[len(self._skips) :]))
             self._skips = previous.skips
-        release = self._went_back()
+        release = (*self._given_up, *self._went_back())
+        self._given_up = ()
         differently = previous.differently if previous is not None else ()
         decided = self._enter_phase(self._memory_step, differently)
         why = f"phase {self._layouts.phase} begins" if decided else "the places that there are"
@@ -191,9 +193,15 @@ class RunDelegate(StoringDelegate):
             memo=self._layouts.memo(self._epoch, attempt),
         )
 
+    def can_do_with_less(self) -> bool:
+        """Without the areas of older layouts, if some node has no room for both."""
+        self._given_up = self._give_up_older()
+        return bool(self._given_up)
+
     def _give_up_older(self) -> tuple[str, ...]:
         """There is no room for the old layout's areas beside the new one's: the state comes from storage."""
         self._memory_step = None
+        self._copies.forget()
         self._debts.clear()
         self._parts.clear()
         return self._layouts.only_own()

@@ -315,6 +315,13 @@ def test_arenas_over_the_memory_limit_are_a_clear_error(tmp_path):
         assert run.events(AttemptStarted) == []
 
 
+def test_what_does_not_fit_is_planned_again_if_less_will_do(tmp_path):
+    with toy_run(tmp_path, memfd_bytes=1 << 50, less_bytes=4096) as run:
+        run.start()
+        assert run.wait() == ExitCode.DONE
+        assert [event.attempt for event in run.events(AttemptStarted)] == [0]
+
+
 def test_broken_preload_is_given_up_with_its_traceback(tmp_path):
     limits = {"max_restarts": 1, "unknown_restarts": 1, "backoff_s": 0.01}
     with toy_run(tmp_path, preload="toy_that_is_not_there", limits=limits) as run:

@@ -55,6 +55,7 @@ class Toy(msgspec.Struct, frozen=True, kw_only=True):
     spec: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     memfd_bytes: int = 4096
+    less_bytes: int = 0  # with which it will do if those do not fit
     entry: str = "toy:work"
     preload: str = "toy"
     rendezvous: bool = False
@@ -220,6 +221,11 @@ class ToyDelegate(Delegate):
             rendezvous=toy.rendezvous,
             memo=b"memo of %d" % attempt,
         )
+
+    def can_do_with_less(self) -> bool:
+        less = self.toy.less_bytes
+        self.toy = msgspec.structs.replace(self.toy, memfd_bytes=less or self.toy.memfd_bytes, less_bytes=0)
+        return bool(less)
 
     def on_worker(self, rank: int, attempt: int, payload: bytes) -> list[events.Event]:
         word, _, rest = payload.decode().partition(" ")
