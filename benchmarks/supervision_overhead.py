@@ -1,7 +1,8 @@
 """What supervision costs: heartbeats, a snapshot into memory every 10 steps, metrics and ledger, against nothing of the kind.
 
 Two runs of the same model, data and seed live side by side and never work at the same time: one is stopped (SIGSTOP, all of its
-processes) while the other does a block of steps, in turns. A block is ten steps, which is one snapshot. Each pair of blocks
+processes) while the other does a block of steps, in turns. A block is thirty steps: three snapshots, and long enough that what
+happens in every second, and what waking up costs, has the share that it has in a run that nobody stops. Each pair of blocks
 gives one ratio of CPU seconds per step and one of wall seconds, and a pair is over in seconds, so that a machine that changes
 its speed changes both sides alike.
 
@@ -33,7 +34,7 @@ import psutil
 
 from benchmarks import common
 
-STEPS = 10  # of a block: one snapshot
+STEPS = 30  # of a block: three snapshots, and eight seconds, so that being stopped and woken is no part of what is measured
 RANKS = 2
 POLL_S = 0.001
 START_S = 300.0
@@ -79,16 +80,22 @@ class Side(ABC):
             time.sleep(POLL_S)
 
     def block(self, steps: int) -> tuple[float, float]:
-        """Let it do so many steps: CPU and wall seconds of one. Measured from the end of a step to the end of a step."""
+        """Let it do so many steps: CPU and wall seconds of one. Measured from the end of a step to the end of a step.
+
+        Whose seconds are counted is found out before: looking for a run's processes takes as long as a good part of a step.
+        """
         self.signal(signal.SIGCONT)
         try:
-            first = self.steps() + 1
-            self.wait_for(first, BLOCK_S)
-            cpu, wall = cpu_s(self.processes()), time.perf_counter()
+            pids = self.processes()
+            begun = self.steps() + 1
+            self.wait_for(begun, BLOCK_S)
+            cpu, wall = cpu_s(pids), time.perf_counter()
             begun = self.steps()
             self.wait_for(begun + steps, BLOCK_S)
-            done = self.steps() - begun
-            return (cpu_s(self.processes()) - cpu) / done, (time.perf_counter() - wall) / done
+            used, took, done = cpu_s(pids) - cpu, time.perf_counter() - wall, self.steps() - begun
+            if set(self.processes()) != set(pids):
+                raise RuntimeError(f"{type(self).__name__}: processes came or went while they were measured")
+            return used / done, took / done
         finally:
             self.signal(signal.SIGSTOP)
 
@@ -227,7 +234,7 @@ def run(folder: Path, *, rounds: int, seed: int, seq_len: int, steps: int) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    args = common.options(__doc__.splitlines()[0], rounds=30).parse_args(argv)
+    args = common.options(__doc__.splitlines()[0], rounds=20).parse_args(argv)
     with common.scratch(args.dir) as folder:
         result = run(
             folder,
