@@ -12,6 +12,9 @@ Bubble: idle share of the ranks' time between the first begin and the last end; 
                 depends on them, and the two halves of a real backward are not equal
     simulated   with the round's own mean of each action on each stage: uneven stages included
 
+A stage takes as long as stages of large models do (a forward of 150 ms; of the sleepers with two chunks, half of that): what is
+measured is the order, and a hop of a millisecond between four processes on two cores is not the bubble of a schedule.
+
 `worst_sleeps`: largest |measured / formula - 1|; `worst_matmuls`, `worst_matmuls_own_stages`: the same against calibrated and
 simulated. All need a machine that is not busy: late wake-ups and stolen processors are idle time like any other.
 `python -m benchmarks.bubble --json`
@@ -100,12 +103,12 @@ class Stream:
         return sequences, WIDTH
 
 
-def config_of(schedule: PipelineSchedule, *, ranks: int, microbatches: int, hidden: int) -> Config:
-    """A run of that schedule; two layers a virtual stage at least."""
+def config_of(schedule: PipelineSchedule, *, ranks: int, microbatches: int, hidden: int, length: int = 128) -> Config:
+    """A run of that schedule over sequences of `length` tokens; two layers a virtual stage at least."""
     return Config(
         run=Run(url="unused", steps=100),
         model=Model(layers=4 * ranks, hidden=hidden, heads=4, ffn=3 * hidden, vocab=64),
-        data=Data(sources=(Source(path="unused"),), seq_len=128),
+        data=Data(sources=(Source(path="unused"),), seq_len=length),
         batch=Batch(global_batch=microbatches),
         optimizer=Optimizer(lr=1e-4),
         parallel=Parallel(ranks=ranks, pp=ranks, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1),
@@ -184,12 +187,13 @@ def _worst(cases: dict[str, dict[str, Any]], against: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and say it."""
     chosen = common.options(__doc__.splitlines()[0], rounds=7).parse_args(arguments)
-    rounds, seconds = (1, 0.002) if chosen.tiny else (chosen.rounds, 0.06)
-    m, few, hidden = 8, 4, 32 if chosen.tiny else 384
+    rounds, seconds = (1, 0.002) if chosen.tiny else (chosen.rounds, 0.15)
+    m, few, hidden, length = 8, 4, *((32, 32) if chosen.tiny else (384, 512))
     machine = common.Machine()
     sleeps = {name: compare(asleep, config_of(name, ranks=4, microbatches=m, hidden=32), rounds, seconds) for name in SCHEDULES}
     matmuls = {
-        name: compare(awake, config_of(name, ranks=2, microbatches=few, hidden=hidden), rounds, seconds) for name in SCHEDULES
+        name: compare(awake, config_of(name, ranks=2, microbatches=few, hidden=hidden, length=length), rounds, seconds)
+        for name in SCHEDULES
     }
     rows = [
         (f"{kind}: {name}", case) for kind, cases in (("sleeps", sleeps), ("matmuls", matmuls)) for name, case in cases.items()
