@@ -190,11 +190,12 @@ class Checkpointer:
         """Fill a slot, or begin to, and say so."""
         assert self._plan is not None
         self._newest, self._saved_any = step, True
-        holdings = holdings_of(flat)
+        holdings = self._plan.holdings(flat)
         put_off = [later is not None and later(holdings[index].leaf.tensor) for index, _ in self._plan.parts]
         name = slots.fill(self._plan.pieces(holdings), step, put_off)
         self._copying = (name, step) if any(put_off) else None
         self._link().saved(name, step, msgspec.json.encode(flat.record))
+        slots.go_on()  # last, so that the copy's thread does not take turns with this one
 
     def wait_copied(self) -> float:
         """With `overlap`: wait until the copy that the last save began is over; from then on the state may be changed. Returns

@@ -107,6 +107,15 @@ class Plan:
     parts: tuple[tuple[int, Region], ...]
     """(index of the holding, region)."""
     signature: tuple[Any, ...]
+    held: tuple[tuple[ArraySpec, tuple[Region, ...]], ...]
+    """Of each leaf, what does not change while the signature does not."""
+
+    def holdings(self, flat: Flat) -> list[Holding]:
+        """What this rank holds of a state of the same signature, without working out again where it lies."""
+        return [
+            Holding(leaf, spec, stored(local_of(leaf.tensor), leaf.path)[0], regions)
+            for leaf, (spec, regions) in zip(flat.leaves, self.held, strict=True)
+        ]
 
     def pieces(self, holdings: Sequence[Holding]) -> list[StatePiece]:
         """The live state of each part."""
@@ -159,7 +168,8 @@ def plan(flat: Flat, holdings: Sequence[Holding], ranks: Ranks) -> Plan:
     boxes = [(holdings[index].spec.name, region.box) for index, region in parts]
     layout = plan_pack(specs, boxes)
     described = specs if ranks.rank == 0 else layout.specs
-    return Plan(PackLayout(dict(described), layout.parts, layout.nbytes), tuple(parts), signature(flat))
+    held = tuple((each.spec, each.regions) for each in holdings)
+    return Plan(PackLayout(dict(described), layout.parts, layout.nbytes), tuple(parts), signature(flat), held)
 
 
 def owned(held: Holding, holders: Holders, rank: int) -> Iterator[Region]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class ScriptSlots:
         self._copies: list[Copies | None] = [None] * SLOTS
         self._pool: ThreadPoolExecutor | None = None  # of an overlapped copy, at most one at a time
         self._copying: Future[str] | None = None
+        self._due: Callable[[], str] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,8 +72,8 @@ class ScriptSlots:
         return True
 
     def fill(self, pieces: Sequence[StatePiece], step: int, put_off: Sequence[bool]) -> str:
-        """Copy the pieces into a free slot and publish it; returns its name. Pieces that are `put_off` are still being copied
-        then, until `finish`, and the slot completes itself.
+        """Copy the pieces into a free slot and publish it; returns its name. What is `put_off` is copied between `go_on`
+        and `finish`, and the slot completes itself.
         """
         index = free_slot([slot.header() for slot in self._slots])
         assert index is not None, "wait_free comes first"
@@ -81,12 +83,17 @@ class ScriptSlots:
         slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
         run_copy(copies.now)
         if copies.later:
-            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="ftrain-copy")
             done = enqueued(_device_of(pieces))
-            self._copying = self._pool.submit(_copy_later, slot, copies.later, done)
+            self._due = partial(_copy_later, slot, copies.later, done)
         else:
             slot.complete(b"{}", upload=True)
         return self.names[index]
+
+    def go_on(self) -> None:
+        """Begin with what was put off, if anything was."""
+        if self._due is not None:
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="ftrain-copy")
+            self._copying, self._due = self._pool.submit(self._due), None
 
     def finish(self) -> str:
         """Wait for what is still being copied. Returns what went wrong with it, if anything; the slot means nothing then."""
@@ -120,7 +127,7 @@ class ScriptSlots:
         """Give the memory back; the keeper's own mapping holds what it still needs."""
         if self._pool is not None:
             self._pool.shutdown()
-        self._copies, self._payloads = [None] * SLOTS, []
+        self._copies, self._payloads, self._due = [None] * SLOTS, [], None
         for slot in self._slots:
             slot.close()
         for fd in self.fds.values():
