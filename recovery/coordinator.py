@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from recovery import events, paths
 from recovery.attempt import AgentLostError, Attempt, CannotStartError, Stalled, Trouble
@@ -26,6 +26,7 @@ from recovery.inquest import Inquest
 from recovery.journal import EventWriter, Journal
 from recovery.launch import STOP_SIGNALS, accept_stop_signals
 from recovery.loop import Loop
+from recovery.meanwhile import meanwhile
 from recovery.messages import (
     Prepare,
     Prepared,
@@ -98,10 +99,12 @@ class Coordinator:
     def _run_owned(self, previous: Owner | None) -> Ending:
         reception = Reception(self.loop, self.agent.offered, self.desk.on_client)
         reception.listen(paths.coordinator_socket(self.spec.local_dir))
+        self.loop.every(min(1.0, self.spec.lease_s / 5), reception.ping)
         try:
-            self._begin(previous)
             if self.spec.fleet is not None:
-                reception.listen_to_nodes(self.spec.fleet, node=self.spec.node, epoch=self.delegate.epoch)
+                reception.listen_to_nodes(self.spec.fleet, node=self.spec.node)
+            self._begin(previous)
+            reception.open()
             ending = self._live()
             ended = events.RunEnded(t=time.time(), outcome=ending.outcome, reason=ending.reason)
             self.desk.journal.append(ended)
@@ -119,8 +122,13 @@ class Coordinator:
 
     def _begin(self, previous: Owner | None) -> None:
         resumed = self.agent.find() or (self.spec.fleet is not None and previous is not None)
-        began = self.delegate.begin(self.desk.links(), resumed=resumed)
-        self.desk.journal = Journal(*self._open_ledger(self.delegate.epoch), self._on_event)
+        links = self.desk.links()
+
+        def take() -> tuple[Sequence[events.Event], tuple[EventWriter, RunState]]:
+            return self.delegate.begin(links, resumed=resumed), self._open_ledger(self.delegate.epoch)
+
+        began, ledger = meanwhile(self.loop, take)  # storage may be away, and agents must hear from us
+        self.desk.journal = Journal(*ledger, self._on_event)
         state = self.desk.journal.state
         self.delegate.recall(state)
         self._previous = _decided_before(state, agent_survived=resumed)

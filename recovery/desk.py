@@ -113,7 +113,9 @@ class Desk:
         )
 
     def tick(self) -> None:
-        """The delegate's turn, and another try at what the ledger did not take."""
+        """The delegate's turn, and another try at what the ledger did not take; not before the run is ours."""
+        if "journal" not in vars(self):
+            return
         self.ticks += 1
         self.journal.write()
         self.journal.extend(self._delegate.tick(time.time()))

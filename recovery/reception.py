@@ -16,7 +16,7 @@ from typing import Any
 
 from recovery.identity import context, make_identity
 from recovery.loop import Loop, Port
-from recovery.messages import AgentHello, ClientReply, ClientRequest, ToCoordinator
+from recovery.messages import AgentHello, ClientReply, ClientRequest, Ping, ToCoordinator
 from recovery.rendezvous import Address, publish
 from recovery.spec import FleetSpec
 from recovery.tls import tls_channel
@@ -46,13 +46,14 @@ class Reception:
         self._guests: set[Port] = set()
         self._doors: list[_Door] = []
         self._path: Path | None = None
+        self._early: list[tuple[Port, AgentHello | ClientRequest]] | None = []
 
     def listen(self, path: Path) -> None:
         """Let in processes of this machine and user, by a Unix socket at `path`."""
         self._path = path
         self._doors.append(_Door(self._loop, listen(path), _enter_here, self._guest, MAX_GUESTS))
 
-    def listen_to_nodes(self, spec: FleetSpec, *, node: str, epoch: int) -> None:
+    def listen_to_nodes(self, spec: FleetSpec, *, node: str) -> None:
         """Let in whoever holds the run's key, and say where in the folder that all nodes see. OSError if the port is taken."""
         secured = context(make_identity(spec.control), server=True)
         listener = socket.create_server((spec.host, spec.port), backlog=4096)
@@ -65,7 +66,22 @@ class Reception:
                 return None
 
         self._doors.append(_Door(self._loop, listener, enter, self._guest, MAX_REMOTE_GUESTS))
-        publish(spec.control, Address(host=spec.host, port=listener.getsockname()[1], node=node, epoch=epoch))
+        publish(spec.control, Address(host=spec.host, port=listener.getsockname()[1], node=node))
+
+    def open(self) -> None:
+        """The run is ours: whoever came before is met now."""
+        early, self._early = self._early or [], None
+        for port, message in early:
+            if not port.closed:
+                self._meet(port, message)
+
+    def ping(self) -> None:
+        """The run is not ours yet, and storage may be slow to say so: agents that an earlier coordinator left behind keep their
+        workers for as long as they hear from somebody.
+        """
+        for port, message in self._early or ():
+            if isinstance(message, AgentHello):
+                port.send(Ping())
 
     def _guest(self, made: Channel[Any]) -> Port:
         port = Port(self._loop, made, lambda frame: self._frame(port, frame), lambda: self._gone(port))
@@ -85,15 +101,23 @@ class Reception:
 
     def _frame(self, port: Port, frame: Frame[Any]) -> None:
         match frame.message:
-            case AgentHello() as hello:
-                self._gone(port)
-                self._on_agent(port, hello)
-            case ClientRequest() as request:
-                port.send(self._answer(request))
+            case AgentHello() | ClientRequest() as message if self._early is not None:
+                if isinstance(message, AgentHello):
+                    self._gone(port)
+                self._early.append((port, message))
+            case AgentHello() | ClientRequest() as message:
+                self._meet(port, message)
             case other:
                 log.warning("unexpected %s from a stranger", type(other).__name__)
                 self._gone(port)
                 port.close()
+
+    def _meet(self, port: Port, message: AgentHello | ClientRequest) -> None:
+        if isinstance(message, AgentHello):
+            self._gone(port)
+            self._on_agent(port, message)
+        else:
+            port.send(self._answer(message))
 
     def _answer(self, request: ClientRequest) -> ClientReply:
         try:

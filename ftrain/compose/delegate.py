@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer
 from ftrain.compose.debts import Group
 from ftrain.compose.endwatch import EndWatch
-from ftrain.compose.errand import Errand
+from ftrain.compose.errand import Errand, outage_waits, patiently
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
 from ftrain.compose.skips import missed, newest_before, ranges
@@ -93,8 +94,13 @@ class RunDelegate(StoringDelegate):
         return self._links
 
     def begin(self, links: Links, *, resumed: bool) -> Sequence[Event]:
-        """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there."""
+        """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there, and waits for
+        storage that is away as long as its workers can.
+        """
         self._links = links
+        return patiently(partial(self._begin, links, resumed), outage_waits(self._config) if resumed else (0.0, 0.0, 0))
+
+    def _begin(self, links: Links, resumed: bool) -> Sequence[Event]:
         infos = self._run.checkpoints()
         newest = self._run.open() if any(info.state in ("valid", "damaged") for info in infos) else None
         self._committed = self._planned = newest.step if newest else None
@@ -145,12 +151,8 @@ class RunDelegate(StoringDelegate):
     def ready(self, previous: AttemptEndInfo | None) -> bool:
         """A run that must go back has its work in storage to do first, however long that is away."""
         if previous is not None and previous.action == "roll_back" and (known := self._doubts.give_up(previous.attempt)):
-            recovery = self._config.recovery
-            self._going_back = Errand(
-                lambda: self._before_onset(*known),
-                wake=self.links.wake,
-                waits=(recovery.outage_wait_s, recovery.outage_max_s, recovery.outage_restarts),
-            )
+            work = partial(self._before_onset, *known)
+            self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
         return self._going_back is None or self._going_back.done
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:

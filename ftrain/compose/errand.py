@@ -9,14 +9,36 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ftrain.config import Config
 from storage.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def outage_waits(config: Config) -> tuple[float, float, int]:
+    """How long a run waits for something outside: the first pause, the longest, and how many."""
+    return config.recovery.outage_wait_s, config.recovery.outage_max_s, config.recovery.outage_restarts
+
+
+def patiently(work: Callable[[], T], waits: tuple[float, float, int], pause: Callable[[float], object] = time.sleep) -> T:
+    """What `work` returns, tried again while storage is away. `waits`: the first pause, the longest, and how many of them."""
+    pause_s, longest_s, left = waits
+    while True:
+        try:
+            return work()
+        except Unavailable as error:
+            if left <= 0:
+                raise
+            left -= 1
+            log.warning("storage is away; tried again in %g s: %s", pause_s, error)
+            pause(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
 
 class Errand(Generic[T]):
@@ -51,20 +73,8 @@ class Errand(Generic[T]):
         self._closing.set()
 
     def _run(self) -> None:
-        pause_s, longest_s, left = self._waits
-        while not self._closing.is_set():
-            try:
-                self._result.append(self._work())
-                break
-            except Unavailable as error:
-                if left <= 0:
-                    self._error = error
-                    break
-                left -= 1
-                log.warning("storage is away; tried again in %g s: %s", pause_s, error)
-                self._closing.wait(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
-            except BaseException as error:  # a thread's error has no other listener
-                self._error = error
-                break
+        try:
+            self._result.append(patiently(self._work, self._waits, self._closing.wait))
+        except BaseException as error:  # a thread's error has no other listener
+            self._error = error
         self._wake()

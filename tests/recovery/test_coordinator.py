@@ -188,6 +188,21 @@ def test_dead_coordinator_is_respawned_and_readopts_the_same_workers(tmp_path):
         assert run.wait() == ExitCode.STOPPED
 
 
+def test_storage_that_is_away_for_longer_than_the_lease_does_not_cost_the_workers_of_a_dead_coordinator(tmp_path):
+    with toy_run(tmp_path, steps=ENDLESS, spec={"lease_s": 1.0}, begin_s=4.0) as run:
+        parent = run.start("parent")
+        workers, agent = run.worker_pids(), run.agent_pid()
+        wait_for_steps(run)
+        (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
+        os.kill(coordinator, signal.SIGKILL)
+        run.wait_diary("adopted 0 memo of 0")
+        wait_for_steps(run)
+        assert (run.worker_pids(), run.agent_pid()) == (workers, agent)
+        assert len(run.events(AttemptStarted)) == 1
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
+
+
 def test_worker_that_dies_without_coordinator_is_told_to_the_next_one(tmp_path):
     with toy_run(tmp_path, steps=60, faults=(Fault(how="exit", rank=1, step=10),)) as run:
         first = run.start()

@@ -55,6 +55,7 @@ class Toy(msgspec.Struct, frozen=True, kw_only=True):
     spec: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     memfd_bytes: int = 4096
+    begin_s: float = 0.0  # a coordinator that takes over waits so long for storage
     less_bytes: int = 0  # with which it will do if those do not fit
     entry: str = "toy:work"
     preload: str = "toy"
@@ -191,6 +192,8 @@ class ToyDelegate(Delegate):
         path = self.folder / "epoch"
         self._epoch = 1 + (int(path.read_text()) if path.exists() else 0)
         path.write_text(str(self._epoch))
+        if resumed:
+            time.sleep(self.toy.begin_s)  # storage is away
         self.note("begin", f"resumed={resumed}", f"epoch={self._epoch}")
         now = time.time()
         return [
