@@ -150,7 +150,7 @@ def test_a_crash_at_any_point_of_a_collection_of_tainted_ones_resurrects_none(st
     for remains in crash_everywhere(store, act):
         found = states(RunStore(remains))
         assert found.pop(40) == "valid"
-        assert set(found.values()) <= {"tainted", "incomplete", "valid"}
+        assert set(found.values()) <= {"tainted", "retired", "incomplete", "valid"}
         assert "valid" not in (found.get(20), found.get(30))
         collect(remains, tainted=True)
         assert {info.key.split("/")[1] for info in remains.list("checkpoints/")} == {"step-00000040"}
