@@ -58,7 +58,7 @@ def drill(
     from ftrain.compose.paths import is_local
     from ftrain.load import load
 
-    kinds = chosen("all" if faults == "table5" else faults)
+    kinds = possible(chosen("all" if faults == "table5" else faults))
     with told():
         config = load(config_path, overrides)
         if folder is None and not is_local(config.run.url):
@@ -84,6 +84,20 @@ def chosen(faults: str) -> tuple[str, ...]:
         known = "\n".join(f"  {kind.name}: {kind.what} of the {kind.target}" for kind in KINDS)
         render.fail(f"kinds of faults:\n{known}", ExitCode.USAGE)
     return names
+
+
+def possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that this user may inflict; says which are left out. Leaves with a sentence if none is left."""
+    from ftrain.compose.outage import private_mounts
+    from ftrain.compose.strikes import BY_NAME
+
+    stores = tuple(name for name in kinds if BY_NAME[name].target == "store")
+    if not stores or private_mounts():
+        return kinds
+    said = f"left out, because mounts of its own need root: {', '.join(stores)}"
+    left = tuple(name for name in kinds if name not in stores)
+    render.note(said) if left else render.fail(said, ExitCode.USAGE)
+    return left
 
 
 def show(outcome: Outcome) -> None:

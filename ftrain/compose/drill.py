@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ftrain.compose.ledgers import LedgerTail, read_ledger
+from ftrain.compose.outage import begin_outage, end_outage
 from ftrain.compose.proof import stored_digests
 from ftrain.compose.strikes import (
     BY_NAME,
@@ -38,6 +38,7 @@ from ftrain.compose.strikes import (
     plan,
     provable,
 )
+from ftrain.compose.victims import damage, victim
 from ftrain.config import Config, Fault
 from ftrain.load import to_toml
 from recovery.client import NotRunningError, ask
@@ -50,6 +51,7 @@ POLL_S = 0.05
 PATIENCE = 6.0  # times the expected time, until a drill is called failed
 LEAST_PATIENCE_S = 180.0
 RESTARTS = 40
+OUTAGE_S = 3.0
 
 Say = Callable[[str], None]
 
@@ -241,10 +243,13 @@ class Fire:
         self._course, self._left, self._say = course, list(strikes), say
         self._began: float | None = None
         self._after_step = 0
+        self._outage_ends = 0.0  # on the monotonic clock; 0: there is none
 
     def tick(self) -> bool:
         """Strike if it is time; whether nothing is left to do and the run has recovered from the last."""
         course = self._course
+        if self._is_out():
+            return False
         if self._began is None and course.step:
             self._began = time.monotonic()
         recovered = course.step > self._after_step
@@ -255,6 +260,13 @@ class Fire:
             self._strike(self._left[0])
         return False
 
+    def _is_out(self) -> bool:
+        """Whether storage cannot be written to; the outage is ended when it is time."""
+        if self._outage_ends and time.monotonic() >= self._outage_ends:
+            end_outage(self._course.url / "checkpoints")
+            self._outage_ends = 0.0
+        return self._outage_ends > 0
+
     def _is_late(self) -> bool:
         """The end is near: what is left is dealt out now, one after the other."""
         return self._began is not None and time.monotonic() - self._began >= self._left[-1].after_s
@@ -263,7 +275,7 @@ class Fire:
         kind = BY_NAME[strike.kind]
         status = self._course.status()
         pid = victim(self._course.local, kind.target, strike.rank, status) if status else None
-        pid = self._course.parent if kind.target == "parent" else pid
+        pid = self._course.parent if kind.target in ("parent", "store") else pid
         spared = kind.what == "damage" and len(set(self._course.committed)) < 2  # there must be one to go back to
         if status is None or status["phase"] != "running" or not pid or spared:
             return  # not now: tried again at the next tick
@@ -273,50 +285,16 @@ class Fire:
             damage(self._course.url, newest)
             self._course.committed = [step for step in self._course.committed if step < newest]  # it will be committed anew
         now = time.time()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL if kind.what == "damage" else signal.Signals[kind.what])
+        if kind.target == "store":
+            begin_outage(self._course.url / "checkpoints")
+            self._outage_ends = time.monotonic() + OUTAGE_S
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if kind.what == "damage" else signal.Signals[kind.what])
         rank = strike.rank if kind.target == "worker" else None
         self._after_step = self._course.step + 1  # one may have been finished before the strike took effect
         self.struck.append(Struck(kind=strike.kind, t=now, pid=pid, rank=rank, step=self._course.step))
         self._say(f"  step {self._course.step}: {strike.kind}" + ("" if rank is None else f", rank {rank}"))
-
-
-def victim(local: Path, target: str, rank: int, status: dict[str, Any]) -> int | None:
-    """The pid to strike; None if there is none at the moment."""
-    agent = int(status["agent_pid"] or 0)
-    if target == "agent":
-        return agent
-    if target == "worker":
-        worker = status["workers"].get(str(rank), {})
-        return None if worker.get("ended", True) else int(worker["pid"])
-    if target == "coordinator":
-        return int(msgspec.json.decode((local / "owner.json").read_bytes())["pid"])
-    workers = {int(worker["pid"]) for worker in status["workers"].values()}
-    mark = b"ftrain.compose.keeper" if target == "keeper" else b"recovery.zygote"
-    return next((pid for pid in _children(agent) if pid not in workers and mark in _command(pid)), None)
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def damage(url: Path, step: int) -> None:
-    """Flip a bit in the middle of a pack of a checkpoint."""
-    packs = sorted((url / "checkpoints" / f"step-{step:08d}").glob("*.pack"))
-    with packs[0].open("r+b") as file:
-        middle = packs[0].stat().st_size // 2
-        file.seek(middle)
-        value = file.read(1)[0]
-        file.seek(middle)
-        file.write(bytes([value ^ 1]))
 
 
 def fired(course: Course) -> list[Struck]:

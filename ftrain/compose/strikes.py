@@ -22,8 +22,9 @@ TOGETHER_S = 2.0  # strikes this close may be one interruption
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """One kind of strike. `classes`: verdicts that are right; `target`: whose process is struck, or `inside`: a process of the
-    run does it to itself, at the named point `at` (`ftrain.faults`), in the words of `text`.
+    """One kind of strike. `classes`: verdicts that are right; `target`: whose process is struck; `store`: nobody's, the run's
+    storage is; `inside`: a process of the run does it to itself, at the named point `at` (`ftrain.faults`), in the words of
+    `text`.
     """
 
     name: str
@@ -55,6 +56,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="gpu-error", target="inside", what="raise", classes=frozenset({"gpu_memory_error"}), text=ECC),
     Kind(name="sigterm", target="parent", what="SIGTERM", classes=frozenset({NONE})),
     Kind(name="corrupt-newest", target="agent", what="damage", classes=frozenset({"unknown"})),
+    Kind(name="store-outage", target="store", what="read-only", classes=frozenset({NONE})),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 TABLE_5 = {

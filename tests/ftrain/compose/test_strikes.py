@@ -38,7 +38,7 @@ def test_a_seed_is_a_drill() -> None:
 
 
 def test_each_kind_comes_before_any_comes_again() -> None:
-    strikes = plan(NAMES, seed=3, seconds=1000.0, mean_gap_s=5.0, ranks=2)
+    strikes = plan(NAMES, seed=3, seconds=1200.0, mean_gap_s=5.0, ranks=2)
     rounds = [strikes[first : first + len(NAMES)] for first in range(0, len(strikes) - len(NAMES), len(NAMES))]
     assert len(rounds) > 10
     assert all(Counter(strike.kind for strike in turn) == Counter(NAMES) for turn in rounds)
