@@ -291,8 +291,8 @@ def _intervals(config: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.snapshot_steps", given, allowed, f"nearest: {every}")
     if checkpoint.peer_copy and not (config.machine.ranks_per_node and checkpoint.slots == 3 and checkpoint.snapshot_steps):
         given = (
-            f"given true, with machine.ranks_per_node = {config.machine.ranks_per_node}, checkpoint.slots = {checkpoint.slots}, "
-            f"checkpoint.snapshot_steps = {snapshot}"
+            f"given true, with machine.ranks_per_node = {config.machine.ranks_per_node}, "
+            f"checkpoint.slots = {checkpoint.slots}, checkpoint.snapshot_steps = {snapshot}"
         )
         allowed = "several nodes (ranks_per_node above 0), 3 slots (one stays as long as the copies are of its step), snapshots"
         yield Problem("checkpoint.peer_copy", given, allowed, "set it to false, or the others so")

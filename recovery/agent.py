@@ -115,7 +115,7 @@ class Agent:
         """Serve until shut down, or until the lease is over."""
         self.loop.on_signal([signal.SIGCHLD], lambda _: self.reap())
         self.loop.on_signal([LEAVE], lambda number: self.leave("asked to, by who started this agent"))
-        # A scheduler that ends a job signals every process of it: the run must be left to save, and then says itself who leaves.
+        # A scheduler that ends a job signals every process of it: the run must be left to save, and then says who leaves.
         # Zygote and keeper inherit this; workers do not.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
