@@ -331,7 +331,8 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
 
 
 def _faults(config: Config) -> Iterator[Problem]:
-    ranks = max(config.parallel.ranks, *(int(phase.parallel.get("ranks", 0)) for phase in config.phases), 0)
+    given = (phase.parallel.get("ranks") for phase in config.phases)  # anything, where other problems are being looked for
+    ranks = max([config.parallel.ranks, *(number for number in given if isinstance(number, int))])
     for index, fault in enumerate(config.faults):
         if fault.rank >= ranks:
             given = f"given {fault.rank}, with parallel.ranks = {ranks}"

@@ -112,6 +112,19 @@ def entered(config: Config, cursor: Cursor) -> Cursor:
     return Cursor(cursor.step, begun)
 
 
+def recalled(config: Config, progress: Mapping[str, Any]) -> Cursor:
+    """Where a run with this config goes on from a checkpoint's state.
+
+    What another run has trained (`--from`) may have gone through phases that this one does not: then it all counts as phase 0.
+    """
+    cursor = Cursor.of(progress)
+    theirs = [phase["from_tokens"] for phase in progress.get("config", {}).get("phases", ())]
+    ours = [phase.from_tokens for phase in config.phases]
+    if theirs[: cursor.phase] != ours[: cursor.phase]:
+        cursor = Cursor.of({**progress, "begun": ()})
+    return entered(config, cursor)
+
+
 def course(config: Config, cursor: Cursor = Cursor()) -> tuple[Leg, ...]:
     """All phases: those that are over as they were, the rest as they will be, from `cursor` on."""
     cursor = entered(config, cursor)
@@ -207,8 +220,12 @@ def problems(config: Config) -> Iterator[Problem]:
             given = f"given {entry.from_tokens}, and phases.{number}.from_tokens = {config.phases[number].from_tokens}"
             yield Problem(f"{path}.from_tokens", given, "at least one update of the run begins in a phase")
         if entry.schedule and leg.steps:
-            own, length = leg.config.schedule, curve(config, legs, number)
-            if own.warmup_steps + own.decay_steps > length.stop_step - length.first_step:
-                given = f"given {own.warmup_steps}, with decay_steps = {own.decay_steps}"
-                allowed = f"warm-up and decay within its {length.stop_step - length.first_step} updates"
-                yield Problem(f"{path}.schedule.warmup_steps", given, allowed)
+            yield from _curve_problems(config, legs, number, f"{path}.schedule")
+    yield from _curve_problems(config, legs, 0, "schedule")
+
+
+def _curve_problems(config: Config, legs: Sequence[Leg], phase: int, path: str) -> Iterator[Problem]:
+    own, (first, stop) = legs[phase].config.schedule, curve(config, legs, phase)
+    if own.warmup_steps + own.decay_steps > stop - first:
+        given = f"given {own.warmup_steps}, with decay_steps = {own.decay_steps}"
+        yield Problem(f"{path}.warmup_steps", given, f"warm-up and decay within its {stop - first} updates")

@@ -187,11 +187,16 @@ def _fits(data: object, type_: mi.Type) -> bool:
         return isinstance(data, bool)
     if isinstance(type_, mi.StrType):
         return isinstance(data, str) and len(data) >= (type_.min_length or 0)
-    if isinstance(data, bool) or not isinstance(data, int | float):
+    if isinstance(data, bool) or not isinstance(data, int | float) or _too_large(data):
         return False
     if isinstance(type_, mi.IntType):
         return isinstance(data, int) and _inside(data, type_)
     return isinstance(type_, mi.FloatType) and math.isfinite(data) and _inside(data, type_)
+
+
+def _too_large(data: object) -> bool:
+    """A whole number that messages between processes cannot carry."""
+    return isinstance(data, int) and abs(data) >= 2**63
 
 
 def _inside(value: float, type_: mi.IntType | mi.FloatType) -> bool:
@@ -233,7 +238,7 @@ def _given(data: object) -> str:
 def _word_hint(data: object, type_: mi.Type) -> str:
     if isinstance(type_, mi.LiteralType) and isinstance(data, str):
         return did_you_mean(data, [str(value) for value in type_.values])
-    return ""
+    return "more than 64 bits hold" if _too_large(data) else ""
 
 
 def _elsewhere(key: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftrain.checkpoint.messages import Final
 from ftrain.config import Config
-from ftrain.course import Cursor, course, cursor_at, entered, phase_after, tokens_after
+from ftrain.course import course, cursor_at, phase_after, recalled, tokens_after
 from ftrain.load import changes
 from ftrain.phases import effective, num_phases
 from recovery.events import PhaseBegan
@@ -34,7 +34,7 @@ class Phasing:
 
     def recall(self, config: Config, progress: Mapping[str, Any]) -> None:
         """From a checkpoint."""
-        self.told([part.first_step for part in entered(config, Cursor.of(progress)).begun])
+        self.told([part.first_step for part in recalled(config, progress).begun])
 
     def told(self, firsts: Sequence[int]) -> None:
         """By workers that have the state."""

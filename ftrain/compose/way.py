@@ -8,7 +8,7 @@ from ftrain.checkpoint.messages import Final
 from ftrain.checkpoint.restore import Restored
 from ftrain.compose.args import WorkerArgs
 from ftrain.config import Config
-from ftrain.course import Cursor, course, curve, entered
+from ftrain.course import course, curve, recalled
 from ftrain.data.dataset import Dataset
 from ftrain.data.reading import reading
 from ftrain.train.loop import Loop, Progress
@@ -23,7 +23,7 @@ class Way:
         self._whole = whole_config(args)
         self._planned = args.phase
         progress = {**restored.progress, "step": restored.step}
-        self._cursor = entered(self._whole, Cursor.of(progress))
+        self._cursor = recalled(self._whole, progress)
         self._legs = course(self._whole, self._cursor)
 
     @property
@@ -41,7 +41,7 @@ class Way:
         loop.end_after(self._legs[self._planned].stop_step)
         progress.begun = [(part.first_step, part.sequences) for part in self._cursor.begun]
         final = loop.run(progress)
-        self._cursor = entered(self._whole, Cursor.of(progress.record()))
+        self._cursor = recalled(self._whole, progress.record())
         return msgspec.structs.replace(final, firsts=self.firsts)
 
 

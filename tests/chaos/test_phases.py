@@ -211,6 +211,17 @@ def test_a_resize_by_hand_is_of_the_present_phase_and_those_that_inherit_it(
     assert again["parallel"]["ranks"] == 1, "phase 0 is what it was"
 
 
+@pytest.mark.slow
+def test_a_run_without_phases_goes_on_from_a_state_in_a_phase(quiet: TinyRun, tmp_path: Path) -> None:
+    """What the other run read in its phases counts as read; the steps go on, and so does the next start."""
+    run = replace(quiet, folder=tmp_path, url="", extra="", steps=22)
+    code, output = run.run("--from", f"{quiet.url}@20")
+    assert code == 0, output
+    assert sorted(learned(run)) == [21, 22]
+    assert not any(isinstance(event, PhaseBegan) for event in run.events())
+    assert run.run("--set", "run.steps=23")[0] == 0
+
+
 def next_config(run: TinyRun) -> dict[str, Any]:
     """The config that the next coordinator of a run goes on with."""
     found: dict[str, Any] = json.loads((run.local / "config.json").read_text())

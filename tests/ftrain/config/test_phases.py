@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ftrain.config import Config, Phase
-from ftrain.course import Begun, Cursor, course, cursor_at, curve, entered, tokens_after, tokens_read
+from ftrain.course import Begun, Cursor, course, cursor_at, curve, entered, recalled, tokens_after, tokens_read
 from ftrain.data.dataset import _Stream
 from ftrain.data.reading import ORDER, consumed, reading
 from ftrain.data.source import Span
@@ -184,7 +185,7 @@ def test_a_schedule_stretches_from_the_phase_that_gives_it_to_the_next_that_does
     config = config_of(
         '[{from_tokens = 2048, optimizer = {lr = 1e-3}}, {from_tokens = 4096, schedule = {kind = "constant"}},'
         " {from_tokens = 8192, data = {seq_len = 128}}]",
-        "run.steps=20", "batch.ramp=[]",
+        "run.steps=20", "batch.ramp=[]", "schedule.decay_steps=1",
     )  # fmt: skip
     legs = course(config)
     tokens = config.batch.global_batch * config.data.seq_len
@@ -274,3 +275,32 @@ def test_what_a_phase_passed_over_is_behind_the_phases_that_follow() -> None:
     assert reading(config, second).start == 64 + 16, "its own eight are the loop's business"
     assert reading(config, Cursor(firsts[2], cursor.begun[:3])).start == 0
     assert reading(config, cursor).before == (64 + 16 + 64 + 8,)
+
+
+def test_what_another_run_trained_in_phases_of_its_own_counts_as_phase_0() -> None:
+    """`--from`: the phases of the checkpoint are those of this run only if they began at the same tokens."""
+    theirs = config_of("[{from_tokens = 3000}, {from_tokens = 9000}]", "run.steps=60", "batch.micro_batch=1")
+    cursor = next(it for it in walked(theirs) if it.phase == 2)
+    progress = {"step": cursor.step, "sequences": cursor.total, "begun": [list(part) for part in cursor.begun]}
+    progress["config"] = msgspec.to_builtins(theirs)
+    assert recalled(theirs, progress) == cursor
+    folded = (Begun(0, cursor.total), Begun(cursor.step, 0))
+    assert recalled(replace(theirs, phases=theirs.phases[:1]), progress).begun == folded
+    assert recalled(replace(theirs, phases=()), progress).begun == folded[:1]
+    later = config_of("[{from_tokens = 3001}, {from_tokens = 90_000}]", "run.steps=60", "batch.micro_batch=1")
+    assert recalled(later, progress).begun == folded
+
+
+def test_a_schedule_that_a_phase_cuts_short_must_fit_into_what_is_left_of_it() -> None:
+    phases = "[{from_tokens = 30_000, schedule = {kind = 'constant'}}]"
+    config_of(phases, "run.steps=200", "schedule.warmup_steps=2")
+    with pytest.raises(ConfigProblems, match=r"schedule\.warmup_steps: given 100, .* within its 30 updates"):
+        config_of(phases, "run.steps=200", "schedule.warmup_steps=100")
+
+
+@pytest.mark.parametrize("value", ['"x"', "2.5", "[3]", str(2**63)])
+def test_a_wrong_value_in_a_phase_is_a_problem_and_no_traceback(value: str) -> None:
+    with pytest.raises(ConfigProblems, match=r"phases\.0\.parallel\.ranks"):
+        config_of(f"[{{from_tokens = 2000, parallel = {{ranks = {value}}}}}]", 'faults=[{kind = "kill", step = 3, rank = 0}]')
+    with pytest.raises(ConfigProblems, match=r"phases\.0\.from_tokens"):
+        config_of(f"[{{from_tokens = {value}}}]")
