@@ -331,8 +331,8 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
 
 
 def _faults(config: Config) -> Iterator[Problem]:
-    given = (phase.parallel.get("ranks") for phase in config.phases)  # anything, where other problems are being looked for
-    ranks = max([config.parallel.ranks, *(number for number in given if isinstance(number, int))])
+    later = (phase.parallel.get("ranks") for phase in config.phases)  # may be of any type, if that is told already
+    ranks = max([config.parallel.ranks, *(number for number in later if isinstance(number, int))])
     for index, fault in enumerate(config.faults):
         if fault.rank >= ranks:
             given = f"given {fault.rank}, with parallel.ranks = {ranks}"
