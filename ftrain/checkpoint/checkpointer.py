@@ -70,8 +70,8 @@ class Checkpointer:
         `upload_mib_s`: limit of a rank's upload.
 
         `overlap`: `save` returns before the copy of what only the state's optimizers change (their parameters and their state),
-        and their next step waits for it; whoever else changes these calls `wait_copied` first. "manual": before the copy of
-        everything, and only `wait_copied` (and an optimizer of the state, if there is one) waits.
+        and their next step waits for it; whoever else changes these calls `wait_copied` first, or that save fails. "manual":
+        before the copy of everything, and only `wait_copied` (and an optimizer of the state, if there is one) waits.
         """
         given = url if url is not None else os.environ.get(RUN, "")
         if not given:
@@ -189,7 +189,7 @@ class Checkpointer:
     def _copy(self, slots: ScriptSlots, flat: Flat, step: int, later: Later | None) -> None:
         """Fill a slot, or begin to, and say so."""
         assert self._plan is not None
-        self._newest, self._saved_any = step, True
+        self._newest, self._saved_any, self._thread = step, True, threading.get_ident()
         holdings = self._plan.holdings(flat)
         put_off = [later is not None and later(holdings[index].leaf.tensor) for index, _ in self._plan.parts]
         name = slots.fill(self._plan.pieces(holdings), step, put_off)

@@ -77,14 +77,16 @@ class ScriptSlots:
         """
         index = free_slot([slot.header() for slot in self._slots])
         assert index is not None, "wait_free comes first"
-        assert self._copying is None, "finish comes first"
+        assert self._copying is None or self._copying.done(), "finish comes first"
+        self._copying = None
         slot, start = self._slots[index], self._start
         copies = self._copies_of(index, pieces, put_off)
         slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
         run_copy(copies.now)
         if copies.later:
             done = enqueued(_device_of(pieces))
-            self._due = partial(_copy_later, slot, copies.later, done)
+            versions = [(piece, _version(piece)) for piece, off in zip(pieces, put_off, strict=True) if off]
+            self._due = partial(_copy_later, slot, copies.later, done, versions)
         else:
             slot.complete(b"{}", upload=True)
         return self.names[index]
@@ -96,9 +98,11 @@ class ScriptSlots:
             self._copying, self._due = self._pool.submit(self._due), None
 
     def finish(self) -> str:
-        """Wait for what is still being copied. Returns what went wrong with it, if anything; the slot means nothing then."""
-        copying, self._copying = self._copying, None
-        return "" if copying is None else copying.result()
+        """Wait for what is still being copied. Returns what went wrong with it, if anything; the slot means nothing then.
+
+        Safe from several threads: none of them returns before the copy is over, and all of them are told the same.
+        """
+        return "" if self._copying is None else self._copying.result()
 
     def _copies_of(self, index: int, pieces: Sequence[StatePiece], put_off: Sequence[bool]) -> Copies:
         """The views to copy between: as the last time, unless a tensor lies elsewhere now."""
@@ -140,13 +144,31 @@ def _device_of(pieces: Sequence[StatePiece]) -> torch.device:
     return next((piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"), torch.device("cpu"))
 
 
-def _copy_later(slot: ArenaSlot, runs: Sequence[CopyRun], enqueued_is_done: Callable[[], None]) -> str:
-    """Copy and complete; returns what went wrong: an exception would keep this frame, and with it the slot's memory."""
+def _version(piece: StatePiece) -> int:
+    """How often a tensor, or what shares its memory, was changed in place, as PyTorch counts it."""
+    return 0 if piece.tensor.is_inference() else piece.tensor._version
+
+
+def _copy_later(
+    slot: ArenaSlot,
+    runs: Sequence[CopyRun],
+    enqueued_is_done: Callable[[], None],
+    versions: Sequence[tuple[StatePiece, int]],
+) -> str:
+    """Copy and complete; returns what went wrong: an exception would keep this frame, and with it the slot's memory.
+
+    `versions`: what is copied, and how often it had been changed at the call. Whoever changes it without waiting would leave
+    some of it old and some of it new; that is no snapshot.
+    """
     try:
         enqueued_is_done()
         for run in runs:
             run_copy(run.pairs)
             slot.fill(run.filled)
+        changed = sorted({piece.array for piece, before in versions if _version(piece) != before})
+        if changed:
+            slot.forget()
+            return f"changed while it was copied: {', '.join(changed[:3])}; call wait_copied() first"
         slot.complete(b"{}", upload=True)
     except Exception as error:
         slot.forget()

@@ -156,6 +156,53 @@ def test_a_copy_that_fails_is_that_saves_failure_and_no_other(tmp_path: Path, mo
     checkpointer.close()
 
 
+def test_what_changes_during_the_copy_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding's max_norm, a forgotten wait_copied: a mixture of old and new values must not become a checkpoint."""
+    state = state_of()
+    checkpointer = Checkpointer(str(tmp_path), overlap=True, on_error="raise")
+    checkpointer.load(state)
+    Held(monkeypatch)
+    checkpointer.save(1, state)
+    torch.nn.init.ones_(state["model"][0].weight)
+    with pytest.raises(ftrain.SaveError, match=r"step 1 is not saved: .*changed while it was copied: model/0\.weight; call"):
+        checkpointer.wait()
+    checkpointer.save(2, state)
+    assert checkpointer.wait() == 2
+    checkpointer.close()
+    assert [info.step for info in RunStore(LocalStore(str(tmp_path))).checkpoints() if info.state == "valid"] == [2]
+
+
+def test_all_threads_that_step_optimizers_wait_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward may step them on a thread for each device: the second must not take the first one's waiting for an end."""
+    state, go, copying = state_of(), threading.Event(), threading.Event()
+
+    def copy(pairs: list[CopyPair]) -> None:
+        if threading.current_thread().name.startswith("ftrain-copy"):
+            copying.set()
+            assert go.wait(60)
+        run_copy(pairs)
+
+    monkeypatch.setattr(script_slots, "run_copy", copy)
+    checkpointer = Checkpointer(str(tmp_path), overlap=True)
+    checkpointer.load(state)
+    checkpointer.save(1, state)
+    assert copying.wait(60)
+    stepped, entered = threading.Semaphore(0), threading.Semaphore(0)
+    finish = ScriptSlots.finish
+    monkeypatch.setattr(ScriptSlots, "finish", lambda slots: (entered.release(), finish(slots))[1])
+    threads = [threading.Thread(target=lambda: (state["optimizer"].step(), stepped.release())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.acquire(timeout=60)
+    assert entered.acquire(timeout=60)
+    assert not stepped.acquire(timeout=0.2), "a step came before the end of the copy"
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert checkpointer.wait() == 1
+    checkpointer.close()
+
+
 SCRIPT = """
 import os, threading, torch, ftrain
 from ftrain.checkpoint import script_slots
