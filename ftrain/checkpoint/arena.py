@@ -9,7 +9,7 @@ a new keeper needs nothing but the descriptor.
 While it is being filled a slot also says how far: the keeper may seal and store what is copied already while the rest is
 still on its way.
 
-Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again)
+Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again), `held`
 and the crcs. State words are aligned stores of 4 or 8 bytes, written last; x86 and the mmap of one machine keep their order.
 """
 
@@ -33,6 +33,7 @@ MAGIC = b"ftrslot1"
 _FIXED = struct.Struct("<8sIIQIIIIQQ")
 _STATE_WORDS = 1024  # byte offset of state, seal, upload and turns of the copy, 4 bytes each: far from the fixed part, aligned
 _FILLED = 1040  # byte offset of the number of payload bytes that are final while the slot is FILLING, 8 bytes
+_HELD = 1048  # byte offset of whether it must stay for the peer tier, 4 bytes; a word of its own: `upload` is the worker's too
 
 
 class SlotState(enum.IntEnum):
@@ -48,7 +49,6 @@ class Upload(enum.IntEnum):
 
     NONE = 0
     WANTED = 1  # until the coordinator has committed the step or given it up
-    HELD = 2  # storage has it, or does not want it; it stays because other nodes hold copies of the same step
 
 
 class SlotTable(msgspec.Struct, frozen=True):
@@ -75,6 +75,8 @@ class SlotHeader:
     step: int
     rank: int
     world: int
+    held: bool = False
+    """It stays, whatever storage is owed: other nodes hold copies of the same step."""
 
     @property
     def snapshot(self) -> tuple[int, int, int]:
@@ -120,10 +122,11 @@ class ArenaSlot:
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._words = self.bytes[_STATE_WORDS : _STATE_WORDS + 16].view(np.uint32)
         self._filled = self.bytes[_FILLED : _FILLED + 8].view(np.uint64)
+        self._held = self.bytes[_HELD : _HELD + 4].view(np.uint32)
 
     def close(self) -> None:
         """Drop the mapping; views of it must be gone."""
-        del self.bytes, self._words, self._filled
+        del self.bytes, self._words, self._filled, self._held
         self._map.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------------
@@ -141,6 +144,7 @@ class ArenaSlot:
             step=step,
             rank=rank,
             world=world,
+            held=bool(self._held[0]),
         )
 
     def table(self) -> SlotTable:
@@ -178,7 +182,7 @@ class ArenaSlot:
         start = PAGE + PROGRESS_NBYTES
         same = magic == MAGIC and nbytes == layout.nbytes and self.bytes[start : start + table_nbytes].tobytes() == table
         if not same:
-            self._words[:] = 0
+            self.forget()
             if magic == MAGIC:  # of another layout: what lies between its chunks must not end up between ours
                 self.bytes[offset : offset + layout.nbytes] = 0
             self.bytes[start : start + len(table)] = np.frombuffer(table, dtype=np.uint8)
@@ -191,7 +195,7 @@ class ArenaSlot:
         """
         self._words[0] = SlotState.FILLING
         self._words[1:] = 0
-        self._filled[0] = 0
+        self._filled[0] = self._held[0] = 0
         *_, table_nbytes, _progress, offset, nbytes = _FIXED.unpack_from(self._map, 0)
         _FIXED.pack_into(self._map, 0, MAGIC, epoch, attempt, step, rank, world, table_nbytes, 0, offset, nbytes)
         self._words[2] = Upload.WANTED if upload else Upload.NONE
@@ -215,6 +219,7 @@ class ArenaSlot:
     def forget(self) -> None:
         """The contents mean nothing any more: a later step than the one the run goes on from."""
         self._words[:] = 0
+        self._held[0] = 0
 
     # -- the keeper's side ---------------------------------------------------------------------------------------------------
 
@@ -238,8 +243,8 @@ class ArenaSlot:
         self._words[2] = Upload.WANTED
 
     def hold(self, held: bool) -> None:
-        """A slot that storage is not owed stays as it is (or need not any more) for the sake of the peer tier."""
-        self._words[2] = Upload.HELD if held else Upload.NONE
+        """It is to stay as it is (or need not any more) for the sake of the peer tier."""
+        self._held[0] = held
 
     def upload_ended(self) -> None:
         """The step is committed, or given up: the slot may be filled again."""

@@ -1,7 +1,8 @@
 """The memory areas of a node as other nodes see them: they leave copies of their snapshots here, and read what lies here.
 
 A copy is a slot like any other: header, table, progress, payload with its crc32c. It is complete only once every chunk's crc
-was computed again from what arrived. Two areas hold the copies of one rank, so one is always whole while the other is filled;
+was computed again from what arrived, and its owner has said that it was not
+overwritten on the way. Two areas hold the copies of one rank, so one is always whole while the other is filled;
 which of them must stay says whoever offers the next copy, because it alone knows which step is whole on all ranks.
 """
 
@@ -15,7 +16,7 @@ import msgspec
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, SlotTable
 from ftrain.checkpoint.names import PEER, is_peer, of_peer
-from ftrain.checkpoint.peer_link import Describe, Described, Fine, Link, Offer, PeerError, Read, Refused, Request
+from ftrain.checkpoint.peer_link import Describe, Described, Fine, Link, Offer, PeerError, Read, Refused, Request, Unchanged
 from storage.pack import check
 
 __all__ = ["PEER", "PeerAreas"]
@@ -58,6 +59,8 @@ class PeerAreas:
                     link.send(described)
                 case Read():
                     self._send(link, request)
+                case Unchanged():
+                    raise PeerError("unchanged, but nothing was offered")
         except PeerError as error:
             link.send(Refused(reason=str(error)))
 
@@ -96,6 +99,8 @@ class PeerAreas:
             try:
                 link.receive_into(payload.data)
                 damaged = check(payload, table.layout())
+                if not isinstance(link.request(), Unchanged):
+                    raise PeerError(f"the snapshot of step {offer.step} was overwritten while it was sent")
             except BaseException:
                 slot.forget()
                 raise

@@ -47,6 +47,10 @@ class Offer(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Unchanged(Message, frozen=True, kw_only=True):
+    """What was offered was the same snapshot to the last byte; without this word it counts as not there."""
+
+
 class Describe(Message, frozen=True, kw_only=True):
     """What lies in an area? It is sealed before the answer."""
 
@@ -83,7 +87,7 @@ class Described(Message, frozen=True, kw_only=True):
     progress: bytes
 
 
-Request = Offer | Describe | Read
+Request = Offer | Unchanged | Describe | Read
 Reply = Fine | Refused | Described
 _encode = msgspec.msgpack.Encoder().encode
 _request = msgspec.msgpack.Decoder(Request).decode

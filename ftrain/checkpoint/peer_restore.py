@@ -117,16 +117,22 @@ class PeerStore(ArenaStore):
         return found[0]
 
     def _with(self, node: str, use: Callable[[Link], None]) -> None:
-        """ObjectMissing if the node does not give what it is said to have, whatever the reason."""
+        """ObjectMissing if the node does not give what it is said to have, whatever the reason.
+
+        While other nodes were read, the other end may have given up a connection that nothing came from: it is made again.
+        """
+        known = node in self._links
         try:
-            if node not in self._links:
+            if not known:
                 self._links[node] = self._dial(self._control, node)
             use(self._links[node])
         except (OSError, PeerError, IdentityError, msgspec.DecodeError) as error:
             broken = self._links.pop(node, None)
             if broken is not None:
                 broken.close()
-            raise ObjectMissing(f"node {node} does not give what is in its memory: {error}", node) from error
+            if not known:
+                raise ObjectMissing(f"node {node} does not give what is in its memory: {error}", node) from error
+            self._with(node, use)
 
     def close(self) -> None:
         """Hang up."""

@@ -3,7 +3,7 @@
 The coordinator names the step that is copied next, one at a time, and which steps must stay (KeepSnapshots): the newest that is
 whole on all buddies, and the one on its way. Their slots are held, so that after the loss of a node what the survivors hold
 themselves is of the same step as the copies. A slot is held by its own header, which the worker reads before it fills one; if
-the worker was faster, the copy is given up, and a later step's will be made.
+the worker was faster, the copy is given up, on the other node too, and a later step's will be made.
 
 A push has its own threads: storage may be slow for minutes, and a copy must not wait behind it.
 """
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
+from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState
 from ftrain.checkpoint.messages import Buddies, CopyFailed, KeeperMessage, KeepSnapshots, PeerCopied
 from ftrain.checkpoint.names import area_name, is_peer, of_peer
 from ftrain.checkpoint.peer_areas import PeerAreas
-from ftrain.checkpoint.peer_link import PeerError, dial_keeper, offer_of, open_door, serve_one
+from ftrain.checkpoint.peer_link import PeerError, Unchanged, dial_keeper, offer_of, open_door, serve_one
 from recovery.identity import KEY_FILE, IdentityError, context
 
 log = logging.getLogger(__name__)
@@ -76,10 +76,6 @@ class Peers:
 
     # what the coordinator says
 
-    def settled(self) -> None:
-        """Storage needs a slot no longer: it may still have to stay for the buddies' sake."""
-        self._hold()
-
     def buddies(self, message: Buddies) -> None:
         """Who keeps whose copies: each node's are with the next one of the ring."""
         ring = message.ring
@@ -98,7 +94,7 @@ class Peers:
     def _hold(self) -> None:
         for slot in self._own.values():
             header = slot.header()
-            if header.state is SlotState.COMPLETE and header.upload is not Upload.WANTED:
+            if header.state is SlotState.COMPLETE:
                 slot.hold(_key(header) in self._kept)
 
     def _copy(self, key: Key) -> None:
@@ -155,12 +151,12 @@ class Peers:
         try:
             link.ask(offer_of(of_peer(name), header, self._keep, described, len(payload)))
             link.send_bytes(payload)
-            link.answer()
+            now = slot.header()
+            if (now.state, now.snapshot) != (header.state, header.snapshot):
+                raise PeerError("its snapshot was overwritten meanwhile")
+            link.ask(Unchanged())
         finally:
             link.close()
-        now = slot.header()
-        if (now.state, now.epoch, _key(now)) != (header.state, header.epoch, _key(header)):
-            raise PeerError("its snapshot was overwritten meanwhile")
         return len(payload)
 
     # the door

@@ -25,13 +25,14 @@ POLL_S = 0.005
 
 
 def free_slot(headers: Sequence[SlotHeader]) -> int | None:
-    """The slot to fill next: not the newest complete one, not one that storage is owed; of the rest the oldest."""
+    """The slot to fill next: not the newest complete one, none that storage is owed, none held; of the rest the oldest."""
     complete = [header.step for header in headers if header.state is SlotState.COMPLETE]
     newest = max(complete, default=-1)
     candidates = [
         (header.step if header.state is SlotState.COMPLETE else -1, index)
         for index, header in enumerate(headers)
-        if header.state is not SlotState.COMPLETE or (header.step != newest and header.upload is Upload.NONE)
+        if header.state is not SlotState.COMPLETE
+        or (header.step != newest and header.upload is Upload.NONE and not header.held)
     ]
     return min(candidates)[1] if candidates else None
 

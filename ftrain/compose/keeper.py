@@ -101,8 +101,6 @@ def obey(keeper: Keeper, peers: Peers | None, request: KeeperRequest) -> None:
     match request:
         case Settled():
             keeper.settled(request)
-            if peers is not None:
-                peers.settled()
         case StoreSnapshot():
             keeper.store(request)
         case Resend():

@@ -15,9 +15,10 @@ import pytest
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, Upload, slot_name, slot_nbytes
 from ftrain.checkpoint.messages import Buddies, CopyFailed, KeeperMessage, KeepSnapshots, PeerCopied
 from ftrain.checkpoint.names import area_name, peer_name
-from ftrain.checkpoint.peer_link import Describe, PeerError, Read, dial_keeper, offer_of
+from ftrain.checkpoint.peer_link import Describe, Link, PeerError, Read, Unchanged, dial_keeper, offer_of
 from ftrain.checkpoint.peer_restore import PeerStore
 from ftrain.checkpoint.peers import Peers
+from ftrain.checkpoint.saver import free_slot
 from ftrain.compose.copies import Copies
 from recovery.events import StorageNotice, TierCommitted
 from recovery.identity import make_identity
@@ -59,7 +60,7 @@ class Node:
         return self.said.get(timeout=30.0)
 
     def held(self) -> list[int]:
-        return [slot.header().step for slot in self.slots.values() if slot.header().upload is Upload.HELD]
+        return [slot.header().step for slot in self.slots.values() if slot.header().held]
 
     def copies(self) -> dict[int, ArenaSlot]:
         areas = (slot for name, slot in self.slots.items() if area_name(name).peer)
@@ -100,15 +101,25 @@ def test_a_snapshot_is_copied_with_its_crcs_and_held_and_the_one_that_is_whole_s
     assert set(two.copies()) == {6}, "what is no part of the history any more"
 
 
-def test_a_slot_that_storage_is_owed_is_held_only_once_storage_has_it(nodes: tuple[Node, Node]) -> None:
+def test_a_slot_that_storage_is_owed_stays_when_storage_has_it_and_what_is_owed_is_not_forgotten_by_a_hold(
+    nodes: tuple[Node, Node],
+) -> None:
     one, _ = nodes
     one.snapshot(0, 3, upload=True)
+    one.snapshot(1, 6)
+    slot = one.slots[slot_name(0, 0, 0)]
     one.peers.keep(KeepSnapshots(keep=None, copy=(0, 3)))
     assert isinstance(one.heard(), PeerCopied)
-    assert one.held() == []
-    one.slots[slot_name(0, 0, 0)].upload_ended()
-    one.peers.settled()
     assert one.held() == [3]
+    assert slot.header().upload is Upload.WANTED
+    slot.upload_ended()
+    assert free_slot([slot.header(), one.slots[slot_name(0, 1, 0)].header()]) is None
+    one.peers.keep(KeepSnapshots(keep=(0, 6)))
+    assert free_slot([slot.header(), one.slots[slot_name(0, 1, 0)].header()]) == 0
+    slot.want_upload()
+    for held in (True, False):  # a keeper that was interrupted between its look and its word
+        slot.hold(held)
+        assert slot.header().upload is Upload.WANTED
 
 
 def test_a_snapshot_that_was_overwritten_is_said_to_be(nodes: tuple[Node, Node]) -> None:
@@ -134,9 +145,56 @@ def test_what_arrives_damaged_is_refused_and_the_copy_before_stays(nodes: tuple[
     link.ask(offer_of("g0000-r00000", header, (0, 3), described, len(payload)))
     link.send_bytes(payload.data)
     with pytest.raises(PeerError, match="arrived damaged: master/w"):
-        link.answer()
+        link.ask(Unchanged())
+    with pytest.raises(PeerError, match="nothing was offered"):
+        link.ask(Unchanged())
     link.close()
     assert set(two.copies()) == {3}
+
+
+def test_what_is_overwritten_while_it_is_sent_is_no_copy_although_every_chunk_of_it_is_sound(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker was faster than the hold: what arrives belongs to another step than the offer says."""
+    one, two = nodes
+    one.snapshot(0, 3)
+    send_bytes = Link.send_bytes
+
+    def overwritten(link: Link, view: memoryview) -> None:
+        one.snapshot(0, 9)
+        one.slots[slot_name(0, 0, 0)].seal()
+        send_bytes(link, view)
+
+    monkeypatch.setattr(Link, "send_bytes", overwritten)
+    one.peers.keep(KeepSnapshots(keep=None, copy=(0, 3)))
+    answer = one.heard()
+    assert isinstance(answer, CopyFailed), answer
+    assert answer.reason == "its snapshot was overwritten meanwhile"
+    monkeypatch.setattr(Link, "send_bytes", send_bytes)
+    one.peers.keep(KeepSnapshots(keep=None, copy=(0, 9)))
+    assert isinstance(one.heard(), PeerCopied)  # the area is free again
+    assert set(two.copies()) == {9}
+
+
+def test_a_connection_that_the_other_node_gave_up_is_made_again(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    """While gigabytes come from one node, nothing is asked of another, which hangs up after its patience."""
+    one, _ = nodes
+    payload = one.snapshot(0, 3)
+    links: list[Link] = []
+
+    def dial(control: Path, node: str) -> Link:
+        links.append(dial_keeper(control, node))
+        return links[-1]
+
+    store = PeerStore("b", {}, tmp_path, dial=dial)
+    key = f"a/{slot_name(0, 0, 0)}"
+    store.describe(key)
+    links[0].close()
+    assert store.get_range(key, ByteRange(10, 1000)) == payload[10:1000].tobytes()
+    with pytest.raises(ObjectMissing, match="node a does not give"):
+        store.get_range("a/arena-g0009-r00000-s0", ByteRange(0, 1))
+    assert len(links) == 3, "a refusal is asked once more, and then believed"
+    store.close()
 
 
 def test_another_nodes_memory_is_read_by_ranges_and_what_it_does_not_give_is_missing(
