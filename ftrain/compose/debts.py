@@ -67,6 +67,12 @@ class Debts:
             if len(ranks) == world:
                 self._owed.add((attempt, step))
 
+    def dropped(self, attempt: int, step: int) -> list[Group]:
+        """Those of earlier attempts that are later than the step which this one goes on from: its workers have dropped them, so
+        that some keepers will never answer, and others with a slot that is being filled anew.
+        """
+        return [group for group in self._owed if group[0] < attempt and group[1] > step]
+
     def before(self, attempt: int) -> bool:
         """Whether storage may be owed something of an earlier attempt."""
         return self.asked or any(owed < attempt for owed, _ in self._owed)

@@ -291,7 +291,7 @@ class RunDelegate(StoringDelegate):
             if (self._memory_step or 0) > ready.step:
                 self._memory_step = None  # the workers have forgotten it
             self._copies.began_at(ready.step)
-            found += self._rolled_back(ready)
+            found += [*self._dropped(attempt, ready.step), *self._rolled_back(ready)]
             found += self._places.resumed_from(self._epoch, ready.step)
             now, source, proof = time.time(), ready.source, ready.proof
             found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=proof))

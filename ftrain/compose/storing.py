@@ -80,6 +80,16 @@ class StoringDelegate(ElasticDelegate):
         self._last.failed({failed.step: reason})
         return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
 
+    def _dropped(self, attempt: int, step: int) -> list[Event]:
+        """An attempt goes on from `step`: what storage is owed of later steps will not come, or not as it was."""
+        found: list[Event] = []
+        for group in self._debts.dropped(attempt, step):
+            self._parts.pop(group, None)
+            self._settle(Settled(attempt=group[0], step=group[1]))
+            reason = f"the run goes on from step {step}"
+            found.append(events.CheckpointFailed(t=time.time(), attempt=group[0], step=group[1], reason=reason))
+        return found
+
     def _after_failure(self) -> None:
         if self._config.checkpoint.if_failed == "stop":
             self.links.request_stop("checkpoint.if_failed = 'stop'")
