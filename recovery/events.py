@@ -149,6 +149,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     loss: float | None = None
     grad_norm: float | None = None
     tokens: int = 0
+    sequences: int = 0
     lr: float | None = None
     applied: bool = True  # False: not finite on some rank, the update was skipped on all
 
@@ -164,6 +165,7 @@ class StepFinished(Event, frozen=True, kw_only=True):
     loss: float | None = None
     grad_norm: float | None = None
     tokens: int = 0
+    sequences: int = 0
     lr: float | None = None
     applied: bool = True
 

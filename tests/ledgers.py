@@ -105,7 +105,7 @@ class Story:
             self.step += 1
             records.append(
                 StepRecord(step=self.step, t_begin=self.t, t_end=self.t + each + blocked_s, loss=loss(self.step), grad_norm=1.0,
-                           tokens=tokens, lr=1e-3, blocked_s=blocked_s)
+                           tokens=tokens, sequences=tokens // 64, lr=1e-3, blocked_s=blocked_s)
             )  # fmt: skip
             self.t += each + blocked_s
         self._add(StepsFinished(t=self.t, attempt=self.attempt, steps=tuple(records)))

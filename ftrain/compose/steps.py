@@ -25,6 +25,7 @@ def step_events(done: StepDone, attempt: int) -> list[Event]:
         loss=finite(done.loss),
         grad_norm=finite(done.grad_norm),
         tokens=done.tokens,
+        sequences=done.sequences,
         lr=done.lr,
         applied=done.applied,
     )

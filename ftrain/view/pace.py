@@ -8,12 +8,13 @@ past are the best guess for those to come.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ftrain.course import cursor_at, updates_left
+from ftrain.course import Begun, Cursor, updates_left
 from ftrain.data.reading import Consumed, consumed
 from ftrain.view.measured import warm
 from ftrain.view.numbers import median, show
@@ -59,7 +60,19 @@ def pace(run: Recorded) -> Pace:
     left, eta, step = max(0, run.config.run.steps - run.report.step), None, run.report.step
     if rows and run.report.effective_time > 0:
         eta = updates_left(run.config, step) * rows[-1].step_s / run.report.effective_time
-    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta, read=consumed(run.config, cursor_at(run.config, step)))
+    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta, read=consumed(run.config, _cursor(run)))
+
+
+def _cursor(run: Recorded) -> Cursor:
+    """How far the updates of the final history have read. Not what the config says: it may have been another one before."""
+    phases = {row.attempt: row.phase for row in run.report.attempts}
+    read, firsts = Counter[int](), dict[int, int]()
+    for done in run.steps:
+        phase = phases[done.attempt]
+        read[phase] += done.record.sequences
+        firsts.setdefault(phase, done.record.step - 1)
+    begun = (Begun(firsts.get(phase, 0), read[phase]) for phase in range(max(firsts, default=0) + 1))
+    return Cursor(run.report.step, tuple(begun))
 
 
 def _sizes(run: Recorded) -> Iterator[PaceRow]:

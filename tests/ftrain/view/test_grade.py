@@ -133,6 +133,12 @@ def test_the_pace_of_each_layout_and_the_time_that_is_left() -> None:
     assert found.eta_s == pytest.approx(38 * 1.6 / ((41 + 21 * 1.6) / wall))
 
 
+def test_what_was_read_is_what_updates_read_whatever_the_config_is_now() -> None:
+    """Ten updates of 16 sequences, of which a roll-back undoes four, and five of 8 after --accept-change."""
+    story = Story(config("batch.global_batch=8")).start().steps(10).die().start(at=6).steps(5, tokens=512)
+    assert [list(it) for it in pace(recorded("runs/a", story.events)).read] == [["stdlib", 64, 136, 136 * 64]]
+
+
 def test_tokens_for_experts_count_with_what_replicas_exchange() -> None:
     """The engine counts both along dp, so the prediction is their sum: one row, one bucket of the step."""
     overrides = (*H100, "model.experts=4", "parallel.ep=2")
