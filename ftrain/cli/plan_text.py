@@ -14,6 +14,8 @@ def show_text(answer: Answer, *, explain: bool) -> None:
     """The whole answer; `explain`: with formula, inputs and source of every number."""
     render.data(answer.title)
     for section in answer.sections:
+        if section.title != answer.title:  # a worked example is one section, which the answer is named after
+            render.data(f"\n{section.title}")
         _section(section, explain=explain)
     for warning in answer.warnings:
         render.data(f"\nwarning: {warning}")
@@ -22,7 +24,6 @@ def show_text(answer: Answer, *, explain: bool) -> None:
 
 
 def _section(section: Section, *, explain: bool) -> None:
-    render.data(f"\n{section.title}")
     width = max((len(figure.label) for figure in section.figures), default=0)
     for figure in section.figures:
         render.data(f"  {figure.label.ljust(width)}  {figure.text}")

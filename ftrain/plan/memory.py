@@ -233,7 +233,7 @@ def _real(setup: Setup, ranks: tuple[RankMemory, ...]) -> Section:
             nbytes("peak", f"most loaded rank (pipeline rank {worst.pp})", value=worst.total, digits=2,
                    why=why("state + activations + buffers", "ftrain.plan.memory", state=worst.state,
                            activations=worst.activations, buffers=worst.buffers)),
-            percent("peak_share", f"of a {setup.profile.name} card", value=worst.total / room,
+            percent("peak_share", f"of a card's memory ({setup.profile.name})", value=worst.total / room,
                     why=why("peak / memory", setup.profile.sources["gpu"], memory=room)),
             number("replicated", "parameters held more than once within TP", value=extra,
                    why=why("norms on every TP rank; kv heads where tp exceeds them", "ftrain.plan.params", tp=setup.mesh.tp)),

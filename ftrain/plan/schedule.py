@@ -122,7 +122,11 @@ def _comparison(p: int, m: int) -> Section:
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)):
         legal = not (name == "interleaved" and (p == 1 or m % p))
         compute = idle_of_compute(name, p=p, m=m, v=v) if legal else Fraction(0)
-        shown = (_share(of_total(compute)), _share(compute)) if legal else ("-", f"needs m in multiples of {p}")
+        shown = (
+            (_share(of_total(compute)), _share(compute))
+            if legal
+            else ("-", f"needs m in multiples of {p}" if p > 1 else "needs two stages or more")
+        )
         rows.append((name, v, *shown, FORMULAS[name]))
     table = Table(
         key="schedules",

@@ -204,12 +204,14 @@ def _row(candidate: Candidate) -> tuple[Value, ...]:
 
 
 def _asked(setup: Setup, found: Found) -> tuple[str, ...]:
-    """Where the config's own layout stands, and what would be better."""
-    mesh = setup.mesh
+    """Where the config's own layout stands, and what would be better; recompute is what it needs to fit, as of all others."""
+    mesh, options, micro = setup.mesh, setup.options, setup.config.batch.micro_batch
     for place, candidate in enumerate(found.fitting):
-        if candidate.setup.mesh == mesh and candidate.setup.options.schedule == setup.options.schedule:
+        tried = candidate.setup
+        if (tried.mesh, tried.options.schedule, tried.config.batch.micro_batch) == (mesh, options.schedule, micro):
             behind = found.fitting[0].tokens_per_s / candidate.tokens_per_s - 1
-            return (f"the config's own layout, {layout(mesh)}, is number {place + 1} of {len(found.fitting)}: "
+            other = f" with recompute {tried.options.recompute}" * (tried.options.recompute != options.recompute)
+            return (f"the config's own layout, {layout(mesh)}, is number {place + 1} of {len(found.fitting)}{other}: "
                     f"{100 * behind:.0f} % behind the fastest; {sentence(candidate)}",)  # fmt: skip
     return (f"the config's own layout, {layout(mesh)}, is not among those that fit",)
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import msgspec
 
-from ftrain.plan import checkpoint, cost, state
+from ftrain.plan import checkpoint, cost, memory, state
 from ftrain.plan.activations import working_bytes
 from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
 from ftrain.plan.params import largest
@@ -143,8 +143,13 @@ def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
         title=f"Time of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
         refusals=_double_counting(setup, work.replicas),
-        warnings=() if setup.profile.peak_flops else (setup.profile.no_peak,),
+        warnings=(*(() if setup.profile.peak_flops else (setup.profile.no_peak,)), *_no_speed(setup)),
     )
+
+
+def _no_speed(setup: Setup) -> tuple[str, ...]:
+    """That the layout does not fit, so that its time is nobody's; empty if it does."""
+    return tuple(f"no run takes this time: {reason}" for reason in memory.refusals(setup, memory.all_ranks(setup)))
 
 
 def _double_counting(setup: Setup, claimed: int) -> tuple[str, ...]:

@@ -136,6 +136,22 @@ def test_search_ranks_what_fits_and_places_the_config() -> None:
     assert reply.value("tried") == dropped + reply.value("fitting")
 
 
+def test_a_time_that_no_run_takes_is_said_to_be_none() -> None:
+    """Llama 3 8B on 64 cards of 80 GB needs recompute; with it nothing is warned of, and the search says that it is needed."""
+    config = "configs/llama3-8b.toml --hardware h100"
+    (warned,) = ask(f"plan time {config}").data["warnings"]
+    assert "no run takes this time" in warned
+    assert "does not fit: pipeline rank 0 needs 93.1 GB of 80 GB" in warned
+    assert not ask(f"plan time {config} --recompute full").data["warnings"]
+    notes = json.dumps(ask(f"plan search {config}").data, ensure_ascii=False)
+    assert "with recompute full" in notes
+
+
+def test_one_stage_cannot_be_interleaved() -> None:
+    rows = ask("plan schedule configs/llama3-8b.toml --hardware h100").rows("schedules")
+    assert {row["idle of compute"] for row in rows if row["schedule"] == "interleaved"} == {"needs two stages or more"}
+
+
 def test_search_refuses_what_cannot_fit() -> None:
     reply = ask(
         "plan search configs/llama3-405b.toml --hardware h100 --set parallel.ranks=16 --set parallel.pp=1 --set parallel.tp=8"
