@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,10 @@ from storage.errors import FormatError
 if TYPE_CHECKING:
     import torch
 
+
+SMALL = 50_000_000
+"""Parameters of a model whose operations are too short to be shared: threads spin for each other, and where a run has the
+cores, a sample of 100 tokens took ten times as long with two of them (51 s, not 5 s)."""
 
 IMPORTED_WINDOW = 4096
 """Tokens that an imported model looks back on, if its source did not say."""
@@ -47,7 +53,21 @@ def sample_text(
             raise RefusedError(["the prompt is empty: give --prompt at least one character to go on from"])
         weights = stored_weights(checkpoint)
     stream = generate(weights, start, model=known.model, window=known.seq_len, temperature=temperature, seed=seed)
-    return words.decode([*start, *itertools.islice(stream, tokens)])
+    with fitting_threads(weights):
+        return words.decode([*start, *itertools.islice(stream, tokens)])
+
+
+@contextmanager
+def fitting_threads(weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """One thread for a small model, as many as torch would take for another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if sum(weight.numel() for weight in weights.values()) < SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.restore import needed
 from ftrain.compose.exchange import export
-from ftrain.compose.sampling import stored_weights
+from ftrain.compose.sampling import SMALL, fitting_threads, stored_weights
 from ftrain.compose.weights import weights_of
 from ftrain.load import parse
 from ftrain.parallel.shape import Coordinate
@@ -96,3 +96,16 @@ def test_a_load_needs_all_weights_or_none(both: tuple[RunStore, RunStore]) -> No
     }
     assert needed(specs, names[:-1]) == list(specs), "one that is missing is a fault, not a choice"
     assert len(list(weights_of(both[1].open()))) == len(names) // 4
+
+
+@pytest.mark.parametrize(("parameters", "threads"), [(1000, 1), (SMALL, 2)])
+def test_a_small_model_is_sampled_by_one_thread(parameters: int, threads: int) -> None:
+    """Its operations are too short to be shared; torch's own number is back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with fitting_threads({"matrix": torch.empty(parameters, device="meta")}):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
