@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import ckpt_exchange, ckpt_heal, render
+from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.cli.types import Finite
@@ -72,6 +73,8 @@ def ls(url: str, as_json: bool) -> None:
     render.table(
         ("step", "state", "epoch", "attempt", "size", "written", "eval loss", "reason"), [_row(info) for info in found]
     )
+    if not found:
+        render.note(f"{url}: no checkpoint is there.{meant(url)}")
 
 
 def _row(info: CheckpointInfo) -> tuple[object, ...]:

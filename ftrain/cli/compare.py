@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftrain.cli import render
-from ftrain.cli.hints import meant
+from ftrain.cli.hints import no_run
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
@@ -45,13 +45,16 @@ def compare(run_a: str, run_b: str, as_json: bool) -> None:
 
 def _read(url: str) -> Recorded:
     """One of the two; leaves with a sentence that says which of them cannot be compared."""
+    from ftrain.compose.ledgers import read_ledger
     from ftrain.view.record import read
     from recovery.report import ReportError
 
+    if not read_ledger(url, ""):
+        render.fail(no_run(url), ExitCode.USAGE)
     try:
         return read(url)
     except ReportError as error:
-        render.fail(f"{url}: {error}.{meant(url)}", ExitCode.USAGE)
+        render.fail(f"{url}: {error}", ExitCode.USAGE)
 
 
 def _identity(url: str) -> str:

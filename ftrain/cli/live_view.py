@@ -88,13 +88,16 @@ class LiveView:
             return ""
         self._last_line_t = last.t_end
         loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
-        line = f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}  ETA {self._eta()}"
+        line = f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}{self._eta()}"
         measured = newest(self._folder)
         return f"{line}  {mfu_text(measured)}" if measured and measured["mfu"] is not None else line
 
     def _eta(self) -> str:
+        """The end of a line: the time that is left; nothing behind the last step."""
+        if self._state.step >= self._steps:
+            return ""
         seconds = self._speed.eta_s(self._config, self._state.step)
-        return format_seconds(seconds) if seconds is not None else "unknown"
+        return f"  ETA {format_seconds(seconds)}" if seconds is not None else "  ETA unknown"
 
     def _panel(self) -> Panel:
         from rich.panel import Panel
@@ -106,7 +109,7 @@ class LiveView:
         rows.add_row("layout", f"{state.layout}, attempt {state.attempt} ({state.phase})")
         if self._config.phases:
             rows.add_row("phase", f"{state.training_phase} of 0 to {len(self._config.phases)}")
-        rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}  ETA {self._eta()}")
+        rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}{self._eta()}")
         if measured := newest(self._folder):
             texts = told(measured)
             rows.add_row("speed", texts["speed"])
@@ -145,7 +148,7 @@ def _trouble(event: Event) -> str:
             who = event.kind if event.rank is None else f"{event.kind} of rank {event.rank}"
             return f"{who} (pid {event.pid}) died with status {event.status}"
         case events.Suspected():
-            return f"no progress: {event.reason}"
+            return f"suspected: {event.reason}"
         case events.InterruptionClassified():
             return f"interruption: {event.verdict.class_}: {event.verdict.reason}"
         case events.Decided():

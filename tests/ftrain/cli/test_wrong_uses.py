@@ -69,7 +69,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
         ("report foo://x", 5, "Protocol not known"),
     ],
-    "compare": [("compare runs/mine runs/mne", 2, "runs/mne: "), ("compare runs/mine", 2, "RUN_B")],
+    "compare": [("compare runs/mine runs/mne", 2, "runs/mne: no ledger of a run is there"), ("compare runs/mine", 2, "RUN_B")],
     "watch": [
         ("watch runs/mine@5 --once", 2, "RUN has no step: runs/mine"),
         ("watch runs/mne --once", 2, "Did you mean `runs/mine`?"),
@@ -91,7 +91,10 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
     "ckpt import": [("ckpt import --from safetensors nothere runs/imported", 5, "config.json")],
-    "ckpt ls": [("ckpt ls", 2, "Missing argument")],
+    "ckpt ls": [
+        ("ckpt ls", 2, "Missing argument"),
+        ("ckpt ls runs/mne", 0, "no checkpoint is there. Did you mean `runs/mine`?"),
+    ],
     "ckpt show": [
         ("ckpt show runs/mine@7", 4, "no checkpoint of step 7"),
         ("ckpt show runs/mine@newest", 4, "STEP is a number, as in runs/mine@100"),
