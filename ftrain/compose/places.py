@@ -9,6 +9,7 @@ from typing import Any
 
 from ftrain.checkpoint.messages import PackFailed, PackStored
 from ftrain.compose.holder import Holder
+from ftrain.compose.skips import missed, ranges
 from ftrain.compose.stores import local_tier_url, open_configured
 from ftrain.compose.tiers import LocalTier, Mirror
 from ftrain.config import Config
@@ -54,6 +55,8 @@ class Places:
             try:
                 self._local = LocalTier(url, wake, self._run.store)
                 self._local.begin(epoch, epochs, committed)
+                if missed(ranges(self._config, ()), self._local.step or 0, self._local.progress()) is not None:
+                    self._local.rolled_back(epoch, committed or 0)  # it has seen data that are to be passed over
             except StorageError as error:
                 self._local = None
                 found.append(notice("local", f"there is no local tier: {error}"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ftrain.compose.ledgers import read_ledger
+from ftrain.compose.skips import missed, ranges
 from ftrain.compose.stores import open_configured
 from ftrain.config import Config
 from recovery.events import Event, PlaceLost, PlaceReturned
@@ -70,8 +71,8 @@ def finished_step(config: Config) -> int | None:
     """The step of the last checkpoint of a run that has nothing left to do, else None.
 
     Its ledger ends with it finished, storage holds a checkpoint of the config's last step (or of a later one) that verifies (of
-    one above 2 GiB so much of it), and no copy of it is wanted elsewhere that could still be missing. A damaged one is not the
-    end: the start passes it over, and does its steps again.
+    one above 2 GiB so much of it) and has passed over all data that it is to, and no copy of it is wanted elsewhere that could
+    still be missing. A damaged one is not the end: the start passes it over, and does its steps again.
     """
     if config.checkpoint.mirror_url:
         return None
@@ -82,7 +83,8 @@ def finished_step(config: Config) -> int | None:
         store = open_configured(config.storage, config.run.url)
         try:
             last = RunStore(store).open(tainted=False)
-            if last.step < config.run.steps or last.passed_over:
+            seen = missed(ranges(config, ()), last.step, last.progress)
+            if last.step < config.run.steps or last.passed_over or seen is not None:
                 return None
             nbytes = sum(pack.nbytes for pack in last.manifest.packs)
             return last.step if last.verify(sample=min(1.0, READ_BYTES / max(1, nbytes))).ok else None

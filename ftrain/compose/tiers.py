@@ -66,6 +66,10 @@ class LocalTier:
         self.step = self._newest()
         self._take(epoch, max((step for step in (self.step, committed) if step is not None), default=None))
 
+    def progress(self) -> dict[str, Any]:
+        """The progress record of `step`; empty without one."""
+        return self._run.open(self.step).progress if self.step is not None else {}
+
     def rolled_back(self, epoch: int, step: int) -> None:
         """The run goes on from `step`; what is newer here could not be loaded, or is no part of the history any more."""
         self._parts.clear()

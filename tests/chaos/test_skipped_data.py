@@ -105,6 +105,7 @@ def test_a_range_that_lies_behind_takes_the_run_back_to_before_it(
     extra = '[[faults]]\nkind = "stop"\nat = "step"\nstep = 37\nrank = 1\n'
     run = TinyRun(folder=tmp_path, corpus=spoiled, steps=STEPS, extra=extra)
     blind = ("--set", "optimizer.lr=1e-2", "--set", "recovery.spike_z=0", "--set", "recovery.replay_norm=0")
+    blind += ("--set", f'checkpoint.local_url="{tmp_path}/disk"', "--set", "checkpoint.local_every_steps=3")
     parent = run.start(*blind)
     run.wait_for(lambda events: any(isinstance(it, CheckpointCommitted) and it.step == 36 for it in events))
     kill_tree(run, parent)

@@ -68,6 +68,7 @@ def past(folder: Path, *, outcome: str = "finished", step: int = 100) -> None:
         ("finished", 100, (), 100),
         ("finished", 100, ("run.steps=101",), None),
         ("finished", 100, ('checkpoint.mirror_url="elsewhere"',), None),  # a copy may still be owed
+        ("finished", 100, ("data.skip=[{first=40, last=41}]",), None),  # its state has read what it is now to pass over
         ("stopped", 100, (), None),
         ("finished", 90, (), None),
     ],

@@ -12,7 +12,7 @@ from ftrain.checkpoint.messages import PackStored
 from ftrain.compose.committer import Committer, Job, Outcome
 from ftrain.compose.holder import Holder, check_holder
 from ftrain.compose.places import Places
-from ftrain.compose.stores import open_known, store_options
+from ftrain.compose.stores import local_tier_url, open_known, store_options
 from ftrain.compose.tiers import LocalTier, mirror_checkpoint
 from ftrain.config import Storage
 from ftrain.load import load
@@ -226,6 +226,25 @@ def test_what_was_committed_just_before_the_run_went_back_does_not_count(tmp_pat
     tier.results()
     assert tier.step == 10
     tier.close()
+
+
+@pytest.mark.parametrize(("first", "step"), [(15, None), (30, None), (31, 30)])
+def test_a_local_state_that_has_read_what_is_to_be_passed_over_is_given_up(
+    tmp_path: Path, first: int, step: int | None
+) -> None:
+    """Whether the run's storage has come as far or not: it is the newest state anywhere, and the workers would take it."""
+    overrides = [f"data.skip=[{{first={first}, last=40}}]", f'checkpoint.local_url="{tmp_path}"']
+    config = load(str(CONFIG), [*overrides, "checkpoint.local_every_steps=5"])
+    run = RunStore(MemoryStore())
+    tier, done = local_tier(Path(local_tier_url(config)))
+    tier.begin(run.take_epoch(owner={}), read_epochs(MemoryStore()), None)
+    write_local(tier, done, VALUES, 30, 0)
+    tier.close()
+    before, epoch = read_epochs(run.store), run.take_epoch(owner={})
+    places = Places(config, run, [])
+    assert places.begin(epoch, before, None, lambda: None) == []
+    assert places.local_step == step
+    places.close()
 
 
 def test_what_a_coordinator_on_another_machine_gave_up_is_given_up_here_too(tmp_path: Path) -> None:
