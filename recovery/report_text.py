@@ -198,7 +198,7 @@ def _cause(row: CauseRow) -> tuple[str, ...]:
 def _checkpoints(report: Report) -> Iterator[str]:
     rows = report.checkpoints
     newest = "none" if rows.newest_step is None else f"newest at step {rows.newest_step}"
-    yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes} bytes in {rows.seconds:.1f} s"
+    yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes:,} bytes in {rows.seconds:.1f} s"
     yield from (f"  failed at step {row['step']}: {row['reason']}" for row in rows.failed)
     yield from (f"  step {row['step']} passed over: {row['reason']}" for row in rows.passed_over)
 

@@ -102,9 +102,21 @@ def show(url: str, as_json: bool) -> None:
     if as_json:
         render.json(facts)
         return
-    for key in ("step", "epoch", "attempt", "layout", "parameters", "nbytes", "bytes_per_parameter", "packs"):
-        render.data(f"{key:20} {facts[key]}")
+    for label, value in _head(facts):
+        render.data(f"{label:17} {value}")
     render.table(("array", "dtype", "shape", "tile", "digest"), [tuple(row.values()) for row in facts["arrays"]])
+
+
+def _head(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `show` says above the arrays. A script's checkpoint has no layout, and no parameters that it would call so."""
+    yield from ((key, str(facts[key])) for key in ("step", "epoch", "attempt"))
+    if facts["layout"]:
+        yield "layout", facts["layout"]
+    if facts["parameters"]:
+        yield "parameters", f"{facts['parameters']:,}"
+        yield "bytes a parameter", f"{facts['bytes_per_parameter']:.2f}"
+    yield "size", f"{format_bytes(facts['nbytes'])} ({facts['nbytes']:,} bytes)"
+    yield "packs", str(facts["packs"])
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:

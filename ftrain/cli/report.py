@@ -87,7 +87,9 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
         told = {"packet": packet, "grade": newest, "pace": paced, "step_time": time, "layouts": layouts, **extra}
         render.json({**run.report.to_json(), **told})
         return
-    told_lines = script.lines(command, run) if command else [*lines(run.report), "", *pace.lines(paced)]
+    told_lines = (
+        script.lines(command, run) if command else [*lines(run.report), *(["", *sizes] if (sizes := pace.lines(paced)) else [])]
+    )
     for of, time in zip(graded, times, strict=True) if not command else ():
         told_lines += ["", *went.lines(time), "", *grade.lines(of)]
     render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))

@@ -246,8 +246,11 @@ def _times(report: Report, width: int = 60) -> RenderableType:
     """The buckets as one bar; one that has any time has at least one cell."""
     from rich.text import Text
 
-    bar = Text()
-    for name, seconds in report.buckets.items():
-        if seconds > 0 and report.wall_s > 0:
-            bar.append("█" * max(1, round(width * seconds / report.wall_s)), style=COLOURS[name])
+    bar, spent = Text(), {name: seconds for name, seconds in report.buckets.items() if seconds > 0}
+    cells = {name: max(1, round(width * seconds / report.wall_s)) for name, seconds in spent.items()}
+    if cells:
+        longest = max(cells, key=lambda name: cells[name])
+        cells[longest] += width - sum(cells.values())  # what the small ones took too much
+    for name, count in cells.items():
+        bar.append("█" * count, style=COLOURS[name])
     return bar

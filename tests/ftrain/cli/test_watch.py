@@ -80,3 +80,10 @@ def test_a_curve_in_one_line_keeps_its_ends() -> None:
     assert spark([3, 3, 3]) == "▁▁▁"
     assert spark([]) == ""
     assert len(spark([float(n) for n in range(1000)], width=40)) == 40
+
+
+def test_the_bar_of_the_time_is_as_long_as_it_is_meant_to_be() -> None:
+    """Each kind of time has a cell or more; what that is too much the longest gives."""
+    story = Story(config()).start().steps(900, tokens=1024).die(class_="gpu").start(at=50).steps(10, seconds=0.1)
+    bar = next(line for line in shown(story).splitlines() if "time  " in line)
+    assert bar.count("█") == 60
