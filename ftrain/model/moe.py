@@ -118,14 +118,22 @@ class Router:
         context = self.groups.context
         return chosen_BTK if context is None else context.whole(chosen_BTK)
 
+    def counts(self, whole_BTK: torch.Tensor) -> torch.Tensor:
+        """How often each expert was chosen in each sequence, [B, E]. (One-hot rows would take E numbers a choice.)"""
+        whole_BN = whole_BTK.flatten(1)
+        return whole_BN.new_zeros(len(whole_BN), self.model.experts).scatter_add_(1, whole_BN, torch.ones_like(whole_BN))
+
     def kept(self, whole_BTK: torch.Tensor) -> torch.Tensor | None:
         """Which of this rank's choices their experts have room for; None: all."""
         if not self.model.capacity:
             return None
-        room = capacity(self.model, whole_BTK.shape[1])
-        ones = F.one_hot(whole_BTK.flatten(1), self.model.experts).to(torch.int32)
-        before = ones.cumsum(1).gather(2, whole_BTK.flatten(1).unsqueeze(-1)).view(whole_BTK.shape)  # and itself
-        kept = before <= room
+        whole_BN = whole_BTK.flatten(1)
+        sorted_BN, order_BN = whole_BN.sort(dim=1, stable=True)
+        counts_BE = self.counts(whole_BTK)
+        firsts_BE = counts_BE.cumsum(1) - counts_BE
+        before_BN = torch.arange(whole_BN.shape[1], device=whole_BN.device) - firsts_BE.gather(1, sorted_BN)
+        fits_BN = before_BN < capacity(self.model, whole_BTK.shape[1])
+        kept = torch.empty_like(fits_BN).scatter_(1, order_BN, fits_BN).view(whole_BTK.shape)
         return kept if self.groups.context is None else self.groups.context.cut(kept)
 
     def slope(self, whole_BTK: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
@@ -134,8 +142,7 @@ class Router:
         if balance is None:
             return None
         k, length = whole_BTK.shape[2], whole_BTK.shape[1]
-        counts_BE = F.one_hot(whole_BTK.flatten(1), self.model.experts).sum(1)
-        return counts_BE.to(wide) * (balance.to(wide) * self.model.experts / (k * length**2)).unsqueeze(-1)
+        return self.counts(whole_BTK).to(wide) * (balance.to(wide) * self.model.experts / (k * length**2)).unsqueeze(-1)
 
 
 def capacity(model: Model, length: int) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain.config import Model
 from ftrain.model.moe import Groups, Moe, Router, capacity, route
@@ -146,6 +147,33 @@ def test_room_is_causal():
 def test_room_is_rounded_up_from_the_factor_as_written(factor, length, k, experts, rows):
     """1.1 x 20 / 2 is 11, though 1.1 as a binary fraction is a little more."""
     assert capacity(model(capacity=factor, experts_per_token=k, experts=experts), length) == rows
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple) else (made,):
+            self.numel = max(self.numel, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return made
+
+
+def test_choices_are_counted_without_a_row_of_experts_each():
+    """8 of 128 experts for 512 positions: as 0 and 1 that would be half a million numbers."""
+    of = model(capacity=1.0, experts=128, experts_per_token=8)
+    router = Router(of, 0, Groups(), Routing(torch.ones(1)))
+    chosen = torch.rand(1, 512, 128, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :8]
+    with Largest() as largest:
+        kept, slope = router.kept(chosen), router.slope(chosen, torch.float32)
+    assert largest.numel == chosen.numel()
+    room = capacity(of, 512)
+    for expert in range(128):
+        places = (chosen == expert).nonzero()
+        assert kept[chosen == expert].tolist() == [number < room for number in range(len(places))]
+        assert slope[0, expert].item() == pytest.approx(len(places) * 128 / (8 * 512**2))
 
 
 def test_of_equal_logits_the_first_experts_are_chosen():
