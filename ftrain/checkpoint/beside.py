@@ -42,6 +42,7 @@ class Beside:
         if self._overlap is False:
             return None
         optimizers = list(optimizers_in(state.values()))
+        self._let_go(set(self._hooks) - {id(optimizer) for optimizer in optimizers})
         for optimizer in optimizers:
             self._hook(optimizer)
         if self._overlap == "manual":
@@ -63,12 +64,15 @@ class Beside:
     def _before(self) -> None:
         self._wait()
 
+    def _let_go(self, keys: Iterable[int]) -> None:
+        """An optimizer that is not in the state any more must not be kept alive, with all that it holds."""
+        for key in keys:
+            for handle in self._hooks.pop(key)[1]:
+                handle.remove()
+
     def close(self) -> None:
         """Take the hooks away."""
-        for _, handles in self._hooks.values():
-            for handle in handles:
-                handle.remove()
-        self._hooks = {}
+        self._let_go(list(self._hooks))
 
 
 def optimizers_in(values: Iterable[Any]) -> Iterator[Optimizer]:

@@ -224,7 +224,8 @@ class ScriptKeeper:
 def main(argv: list[str]) -> int:
     """Serve until the rank hangs up, then finish."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the latter goes to every process of a job that a scheduler ends
+        signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(argv[0], type=KeeperStart)
     link = channel(socket.socket(fileno=int(argv[1])), ToScriptKeeper)
     os.set_inheritable(link.fileno(), False)

@@ -196,6 +196,21 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
     assert [float(run.open(step).read("w")[0]) for step in (1, 2, 3)] == [0, 2, 3]
 
 
+def test_a_keeper_outlives_the_sigterm_that_a_scheduler_sends_to_every_process_of_a_job(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000)}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        assert checkpointer._keeper is not None
+        process = checkpointer._keeper._process
+        process.send_signal(signal.SIGTERM)
+        checkpointer.save(2, state)
+        assert checkpointer.wait() == 2
+        assert checkpointer._keeper._process is process
+        assert process.poll() is None
+
+
 def test_a_keeper_that_dies_with_every_slot_in_its_hands_holds_up_nobody(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1000)}
     with open_run(tmp_path) as checkpointer:

@@ -109,6 +109,18 @@ def test_an_optimizer_that_is_loaded_waits_too(tmp_path: Path, monkeypatch: pyte
     checkpointer.close()
 
 
+def test_an_optimizer_that_was_replaced_is_let_go(tmp_path: Path) -> None:
+    state = state_of()
+    checkpointer = Checkpointer(str(tmp_path), overlap=True)
+    checkpointer.load(state)
+    replaced, state["optimizer"] = state["optimizer"], torch.optim.SGD(state["model"].parameters(), momentum=0.9)
+    checkpointer.save(1, state)
+    assert [held for held, _ in checkpointer._beside._hooks.values()] == [state["optimizer"]]
+    assert not replaced._optimizer_step_pre_hooks
+    checkpointer.close()
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+
+
 def test_a_state_that_nobody_could_wait_for_is_refused_before_training(tmp_path: Path) -> None:
     state = {"w": torch.zeros(10)}
     checkpointer = Checkpointer(str(tmp_path), overlap=True)
@@ -189,8 +201,17 @@ def test_all_threads_that_step_optimizers_wait_for_the_copy(tmp_path: Path, monk
     assert copying.wait(60)
     stepped, entered = threading.Semaphore(0), threading.Semaphore(0)
     finish = ScriptSlots.finish
-    monkeypatch.setattr(ScriptSlots, "finish", lambda slots: (entered.release(), finish(slots))[1])
-    threads = [threading.Thread(target=lambda: (state["optimizer"].step(), stepped.release())) for _ in range(2)]
+
+    def told(slots: ScriptSlots) -> str:
+        entered.release()
+        return finish(slots)
+
+    def step() -> None:
+        state["optimizer"].step()
+        stepped.release()
+
+    monkeypatch.setattr(ScriptSlots, "finish", told)
+    threads = [threading.Thread(target=step) for _ in range(2)]
     for thread in threads:
         thread.start()
     assert entered.acquire(timeout=60)
