@@ -20,7 +20,7 @@ Shape suffixes: N positions, K choices of each, M rows sent, R rows received, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,11 +112,15 @@ class Route:
         """Each position as often as it is sent, [M, D]."""
         return x_ND[self.choices // self.places.shape[1]]
 
-    def each(self, rows_MD: torch.Tensor) -> list[torch.Tensor]:
-        """Of each position, the row of its first, second, ... choice, [N, D]; zeros for one that was not taken."""
+    def each(self, rows_MD: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of each position, the row of its first, second, ... choice, [N, D]; zeros for one that was not taken.
+
+        One after the other: all of them would take as much again as what the experts made.
+        """
         if len(self.choices) < self.places.numel():
             rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-        return [rows_MD[places] for places in self.places.unbind(1)]
+        for places in self.places.unbind(1):
+            yield rows_MD[places]
 
 
 def _by_expert(coming: torch.Tensor, total: int) -> torch.Tensor:
@@ -145,10 +149,10 @@ class _Dispatch(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        first, *others = ctx.route.each(ctx.route.back(dy))
-        dx = first.to(precise(dy.dtype))
-        for other in others:
-            dx = dx + other
+        parts = ctx.route.each(ctx.route.back(dy))
+        dx = next(parts).to(precise(dy.dtype))
+        for part in parts:
+            dx += part
         return dx.to(dy.dtype), None
 
 
@@ -169,9 +173,8 @@ class _Combine(Function):
         return route.go(drows.to(home.dtype)), dweights, None
 
 
-def _weighted(parts: list[torch.Tensor], weights_NK: torch.Tensor) -> torch.Tensor:
-    first, *others = parts
-    out = first.to(weights_NK.dtype) * weights_NK[:, :1]
-    for index, other in enumerate(others, 1):
-        out.addcmul_(other.to(out.dtype), weights_NK[:, index : index + 1])
+def _weighted(parts: Iterator[torch.Tensor], weights_NK: torch.Tensor) -> torch.Tensor:
+    out = next(parts).to(weights_NK.dtype) * weights_NK[:, :1]
+    for index, part in enumerate(parts, 1):
+        out.addcmul_(part.to(out.dtype), weights_NK[:, index : index + 1])
     return out
