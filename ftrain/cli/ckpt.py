@@ -207,7 +207,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
 
     (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
     with opened(url_a) as run_a, opened(url_b) as run_b:
-        rows = [msgspec.to_builtins(row) for row in compare(run_a.open(step_a), run_b.open(step_b))]
+        both = run_a.open(step_a), run_b.open(step_b)
+        rows = [msgspec.to_builtins(row) for row in compare(*both)]
     if as_json:
         render.json(rows)
     elif not rows:
@@ -215,6 +216,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
     else:
         for row in rows:
             render.data(row["text"])
+        render.note(f"{len(rows)} of {len({spec.name for one in both for spec in one.manifest.arrays})} arrays differ")
     raise SystemExit(1 if rows else 0)
 
 

@@ -18,7 +18,7 @@ class CommandNodes:
     def __init__(self, launch: CommandLaunch) -> None:
         """Nothing has run yet."""
         self._launch = launch
-        self._program = " ".join(launch.argv[:3])
+        self._program = " ".join(launch.argv[:3]) + " ..." * (len(launch.argv) > 3)
         self.chosen: tuple[str, ...] = ()
         """Of the newest attempt, in the order of their ranks."""
         self.count = max(1, launch.nnodes)
