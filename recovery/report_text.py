@@ -170,7 +170,8 @@ def _interruption(row: InterruptionRow) -> Iterator[str]:
     rank = "" if row.first_failing_rank is None else f", first rank {row.first_failing_rank}"
     node = f", node {row.node}" if row.node else ""
     was = f" (relabelled, was {row.relabelled_from})" if row.relabelled_from else ""
-    yield f"  {_clock(row.t)}  attempt {row.attempt}: {row.class_}{was} in {row.component}{rank}{node}"
+    where = "" if row.component == "unknown" else f" in {row.component}"
+    yield f"  {_clock(row.t)}  attempt {row.attempt}: {row.class_}{was}{where}{rank}{node}"
     yield f"      cause      {row.reason} (confidence {row.confidence:.2f})"
     yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
     yield f"      decision   {row.action or 'none'}: {row.decision}" if row.decision else "      decision   none recorded"

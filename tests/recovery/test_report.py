@@ -38,7 +38,7 @@ def test_json_has_what_scripts_rely_on() -> None:
 def test_text_names_cause_decision_and_formula() -> None:
     text = "\n".join(lines(report(crashed_once())))
     assert "effective time 27.8% = 7.5 s / 27.0 s" in text
-    assert "unknown in unknown, first rank 1" in text
+    assert ": unknown, first rank 1" in text
     assert "rank 1 ended with -9" in text
     assert "restart: first time" in text
     assert "1 steps lost, 2.00 s until all ranks were ready again" in text
