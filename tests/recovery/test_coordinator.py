@@ -189,7 +189,7 @@ def test_dead_coordinator_is_respawned_and_readopts_the_same_workers(tmp_path):
 
 
 def test_storage_that_is_away_for_longer_than_the_lease_does_not_cost_the_workers_of_a_dead_coordinator(tmp_path):
-    with toy_run(tmp_path, steps=ENDLESS, spec={"lease_s": 1.0}, begin_s=4.0) as run:
+    with toy_run(tmp_path, steps=ENDLESS, spec={"lease_s": 3.0}, begin_s=8.0) as run:
         parent = run.start("parent")
         workers, agent = run.worker_pids(), run.agent_pid()
         wait_for_steps(run)
