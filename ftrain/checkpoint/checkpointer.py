@@ -191,9 +191,10 @@ class Checkpointer:
         assert self._plan is not None
         self._newest, self._saved_any, self._thread = step, True, threading.get_ident()
         holdings = self._plan.holdings(flat)
-        put_off = [later is not None and later(holdings[index].leaf.tensor) for index, _ in self._plan.parts]
+        parts = [holdings[index].leaf.tensor for index, _ in self._plan.parts]
+        put_off = [tensor if later is not None and later(tensor) else None for tensor in parts]
         name = slots.fill(self._plan.pieces(holdings), step, put_off)
-        self._copying = (name, step) if any(put_off) else None
+        self._copying = (name, step) if any(tensor is not None for tensor in put_off) else None
         self._link().saved(name, step, msgspec.json.encode(flat.record))
         slots.go_on()  # last, so that the copy's thread does not take turns with this one
 

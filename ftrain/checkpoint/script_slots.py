@@ -71,21 +71,22 @@ class ScriptSlots:
             time.sleep(POLL_S)
         return True
 
-    def fill(self, pieces: Sequence[StatePiece], step: int, put_off: Sequence[bool]) -> str:
-        """Copy the pieces into a free slot and publish it; returns its name. What is `put_off` is copied between `go_on`
-        and `finish`, and the slot completes itself.
+    def fill(self, pieces: Sequence[StatePiece], step: int, put_off: Sequence[torch.Tensor | None]) -> str:
+        """Copy the pieces into a free slot and publish it; returns its name. What is `put_off` (of each piece the tensor that
+        it is of, or None) is copied between `go_on` and `finish`, and the slot completes itself.
         """
         index = free_slot([slot.header() for slot in self._slots])
         assert index is not None, "wait_free comes first"
         assert self._copying is None or self._copying.done(), "finish comes first"
         self._copying = None
         slot, start = self._slots[index], self._start
-        copies = self._copies_of(index, pieces, put_off)
+        copies = self._copies_of(index, pieces, [tensor is not None for tensor in put_off])
         slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
         run_copy(copies.now)
         if copies.later:
             done = enqueued(_device_of(pieces))
-            versions = [(piece, _version(piece)) for piece, off in zip(pieces, put_off, strict=True) if off]
+            named = zip(pieces, put_off, strict=True)
+            versions = [(piece.array, tensor, _version(tensor)) for piece, tensor in named if tensor is not None]
             self._due = partial(_copy_later, slot, copies.later, done, versions)
         else:
             slot.complete(b"{}", upload=True)
@@ -144,28 +145,30 @@ def _device_of(pieces: Sequence[StatePiece]) -> torch.device:
     return next((piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"), torch.device("cpu"))
 
 
-def _version(piece: StatePiece) -> int:
-    """How often a tensor, or what shares its memory, was changed in place, as PyTorch counts it."""
-    return 0 if piece.tensor.is_inference() else piece.tensor._version
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor, or what shares its memory, was changed in place, as PyTorch counts it. Of a DTensor the whole counts:
+    its local part does not notice.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copy_later(
     slot: ArenaSlot,
     runs: Sequence[CopyRun],
     enqueued_is_done: Callable[[], None],
-    versions: Sequence[tuple[StatePiece, int]],
+    versions: Sequence[tuple[str, torch.Tensor, int]],
 ) -> str:
     """Copy and complete; returns what went wrong: an exception would keep this frame, and with it the slot's memory.
 
-    `versions`: what is copied, and how often it had been changed at the call. Whoever changes it without waiting would leave
-    some of it old and some of it new; that is no snapshot.
+    `versions`: of what is copied the name, the tensor, and how often it had been changed at the call. Whoever changes it
+    without waiting would leave some of it old and some of it new; that is no snapshot.
     """
     try:
         enqueued_is_done()
         for run in runs:
             run_copy(run.pairs)
             slot.fill(run.filled)
-        changed = sorted({piece.array for piece, before in versions if _version(piece) != before})
+        changed = sorted({name for name, tensor, before in versions if _version(tensor) != before})
         if changed:
             slot.forget()
             return f"changed while it was copied: {', '.join(changed[:3])}; call wait_copied() first"
