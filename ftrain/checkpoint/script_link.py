@@ -44,6 +44,7 @@ class KeeperLink:
         self._channel = channel(ours, FromScriptKeeper)
         self._commits = start.rank == 0
         self._parts: dict[int, Saved] = {}
+        self._broken: dict[int, Copied] = {}  # of these, those that will not be complete
         self._whole: set[int] = set()
         self._news: list[PartDone | CommitDone] = []
 
@@ -81,7 +82,10 @@ class KeeperLink:
 
     def copied(self, slot: str, step: int, error: str = "") -> None:
         """A slot that was being filled is complete, or will not be."""
-        self._channel.send(Copied(slot=slot, step=step, error=error))
+        copied = Copied(slot=slot, step=step, error=error)
+        if error:
+            self._broken[step] = copied
+        self._channel.send(copied)
 
     def _send(self, saved: Saved) -> None:
         self._parts[saved.step] = saved
@@ -102,6 +106,7 @@ class KeeperLink:
             self._whole.discard(message.step)
         else:
             self._parts.pop(message.step, None)
+            self._broken.pop(message.step, None)
         self._news.append(message)
 
     def news(self) -> list[PartDone | CommitDone]:
@@ -120,6 +125,8 @@ class KeeperLink:
         self.adopt(fds)
         for saved in dead._parts.values():
             self._send(saved)
+        for broken in dead._broken.values():
+            self.copied(broken.slot, broken.step, broken.error)
         for step in dead._whole - set(dead._parts):
             self._whole.add(step)
             self._channel.send(Saved(slot="", step=step, record=b""))

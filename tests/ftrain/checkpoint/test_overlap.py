@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -148,7 +149,10 @@ def test_manual_puts_off_everything_until_it_is_told(tmp_path: Path, monkeypatch
     assert [float(run.open(step).read("w").max()) for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_copy_that_fails_is_that_saves_failure_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeper", ["lives", "dies"])
+def test_a_copy_that_fails_is_that_saves_failure_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
+) -> None:
     state = state_of()
     checkpointer = Checkpointer(str(tmp_path), overlap=True, on_error="raise")
     checkpointer.load(state)
@@ -160,7 +164,13 @@ def test_a_copy_that_fails_is_that_saves_failure_and_no_other(tmp_path: Path, mo
 
         patched.setattr(script_slots, "run_copy", fails)
         checkpointer.save(1, state)
+        process = checkpointer._link()._process
+        if keeper == "dies":
+            process.send_signal(signal.SIGSTOP)
         state["optimizer"].step()
+        if keeper == "dies":  # before it has heard of it: its successor must
+            process.kill()
+            process.wait()
     with pytest.raises(ftrain.SaveError, match=r"step 1 is not saved: .*the copy failed: MemoryError: no page"):
         checkpointer.wait()
     checkpointer.save(2, state)
