@@ -94,8 +94,8 @@ def reduce_delay(engine):
     """The sum of gradients over the replicas takes longer on all of them."""
     start = engine.mesh.start_reduce_scatter
 
-    def slow(flat):
-        pending = start(flat)
+    def slow(flat, sharers):
+        pending = start(flat, sharers)
         if engine.arrived:
             return pending
         engine.arrived = True
@@ -278,8 +278,8 @@ def busy_end(engine):
     (stage,) = engine.passes.pipeline.stages.values()
     backward_part = stage.backward_part
 
-    def slow(flat):
-        pending = start(flat)
+    def slow(flat, sharers):
+        pending = start(flat, sharers)
         if engine.arrived:
             return pending
         engine.arrived = True
