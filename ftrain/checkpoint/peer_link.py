@@ -32,18 +32,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages."""
 
 
-class Offer(Message, frozen=True, kw_only=True):
-    """A copy of a sealed snapshot is to be kept; its `nbytes` of payload follow once it was accepted."""
+class Described(Message, frozen=True, kw_only=True):
+    """A complete snapshot: whose, its table and its progress record."""
 
-    of: str  # generation and rank: "g0000-r00001"
     epoch: int
     attempt: int
     step: int
     rank: int
     world: int
-    keep: tuple[int, int] | None  # (attempt, step) that must not be overwritten
     table: bytes
     progress: bytes
+
+
+class Offer(Described, frozen=True, kw_only=True):
+    """A copy of a sealed snapshot is to be kept; its `nbytes` of payload follow once it was accepted."""
+
+    of: str  # generation and rank: "g0000-r00001"
+    keep: tuple[int, int] | None  # (attempt, step) that must not be overwritten
     nbytes: int
 
 
@@ -73,18 +78,6 @@ class Refused(Message, frozen=True, kw_only=True):
     """Not done, and why."""
 
     reason: str
-
-
-class Described(Message, frozen=True, kw_only=True):
-    """A complete snapshot: whose, its table and its progress record."""
-
-    epoch: int
-    attempt: int
-    step: int
-    rank: int
-    world: int
-    table: bytes
-    progress: bytes
 
 
 Request = Offer | Unchanged | Describe | Read

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,27 @@ def job_of(config: Config) -> Job:
         raise RefusedError([f"machine.ranks_per_node = 0: {wanted}"])
     ranks = most_ranks(config)  # nodes are had from the first phase on
     needed = num_nodes(config, ranks)
+    return _job(
+        slurm,
+        needed=needed,
+        needs=f"{ranks} ranks at {per_node} a node need {needed}",
+        name=Path(config.run.url.rstrip("/")).name or "ftrain",
+        folder=shared_dir(config, local_dir(config)),
+        what=f"{parallel.ranks} ranks = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {replicas(config)}, "
+        f"{per_node} on each of",
+    )
+
+
+def _job(slurm: Slurm, *, needed: int, needs: str, name: str, folder: Path, what: str) -> Job:
+    """`needed` nodes and the spare ones, as [slurm] has them; `needs`, `what`: for the refusal, and for who reads the file."""
     nodes = slurm.nodes or needed + slurm.spare_nodes
     if nodes < needed:
-        raise RefusedError([f"slurm.nodes = {nodes}: {ranks} ranks at {per_node} a node need {needed}"])
+        raise RefusedError([f"slurm.nodes = {nodes}: {needs}"])
     return Job(
-        name=Path(config.run.url.rstrip("/")).name or "ftrain",
+        name=name,
         nodes=nodes,
-        output=str(shared_dir(config, local_dir(config)) / "slurm-%j.out"),
-        comment=f"{parallel.ranks} ranks = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {replicas(config)}, "
-        f"{per_node} on each of {needed} nodes" + (f", {nodes - needed} spare" if nodes > needed else ""),
+        output=str(folder / "slurm-%j.out"),
+        comment=f"{what} {needed} nodes" + (f", {nodes - needed} spare" if nodes > needed else ""),
         partition=slurm.partition,
         account=slurm.account,
         qos=slurm.qos,
@@ -75,24 +88,15 @@ def slurm_section(overrides: Sequence[str]) -> Slurm:
 
 def job_of_command(launch: CommandLaunch, slurm: Slurm) -> Job:
     """What to ask Slurm for. RefusedError if the job would be too small."""
-    needed = max(1, launch.nnodes)
-    nodes = slurm.nodes or needed + slurm.spare_nodes
-    if nodes < needed:
-        raise RefusedError([f"slurm.nodes = {nodes}: --nnodes {launch.nnodes} needs as many"])
-    return Job(
+    job = _job(
+        slurm,
+        needed=max(1, launch.nnodes),
+        needs=f"--nnodes {launch.nnodes} needs as many",
         name=Path(launch.url).name,
-        nodes=nodes,
-        output=str(local_dir_of(launch.url) / "slurm-%j.out"),
-        comment=f"{launch.per_node} processes on each of {needed} nodes"
-        + (f", {nodes - needed} spare" if nodes > needed else ""),
-        partition=slurm.partition,
-        account=slurm.account,
-        qos=slurm.qos,
-        time=slurm.time,
-        signal_s=slurm.signal_s,
-        requeue=slurm.requeue,
-        options=(f"--chdir={launch.cwd}", *slurm.sbatch),
+        folder=local_dir_of(launch.url),
+        what=f"{launch.per_node} processes on each of",
     )
+    return replace(job, options=(f"--chdir={launch.cwd}", *job.options))
 
 
 def command_text(launch: CommandLaunch, slurm: Slurm, given: Sequence[str]) -> str:
