@@ -110,6 +110,12 @@ def spoil(engine: Engine) -> None:
         piece.tensor.fill_(float("nan"))
 
 
+def from_storage(tiers: Tiers, engine: Engine) -> None:
+    """A spoilt engine of any layout, with the state that lies in storage."""
+    spoil(engine)
+    bring_back(engine, tiers, "storage", rank=engine.mesh.rank, world=engine.mesh.shape.world)
+
+
 def _train_and_save(rank: int, config: Config, steps: int, tiers: Tiers | None) -> Any:
     engine = engine_of(config, rank)
     results = train(engine, steps)

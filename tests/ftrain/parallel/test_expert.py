@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from layouts import Run, deviations, laid_out, one_process, run_layouts
-from mixed import bring_back, loaded, spoil, tiers_in, trained
+from mixed import from_storage, loaded, tiers_in, trained
 from tiny import tiny
 
 from ftrain.parallel.buckets import may_be_cut, plan_buckets
@@ -41,16 +41,11 @@ def saved(tmp_path_factory):
     return tiers, digests
 
 
-def _restore(tiers, engine):
-    spoil(engine)
-    bring_back(engine, tiers, "storage", rank=engine.mesh.rank, world=engine.mesh.shape.world)
-
-
 def goes_on(tiers, layouts):
     """Whether training goes on under each of these layouts as one process would have gone on."""
     (unbroken,) = run_layouts([one_process(base())], BEFORE + AFTER)
     expected = Run(results=unbroken.results[BEFORE:], grads=unbroken.grads, state=unbroken.state, loss=unbroken.loss)
-    for run in run_layouts([laid_out(base(), **layout) for layout in layouts], AFTER, partial(_restore, tiers)):
+    for run in run_layouts([laid_out(base(), **layout) for layout in layouts], AFTER, partial(from_storage, tiers)):
         found = deviations(run, expected)
         assert max(found.values()) < 1e-12, found
 
@@ -87,7 +82,7 @@ def test_resumed_under_the_same_layout_it_is_bit_for_bit_the_same(tmp_path):
     tiers = tiers_in(tmp_path, "same")
     trained(config, BEFORE, tiers)
     (unbroken,) = run_layouts([config], BEFORE + AFTER)
-    (resumed,) = run_layouts([config], AFTER, partial(_restore, tiers))
+    (resumed,) = run_layouts([config], AFTER, partial(from_storage, tiers))
     assert (resumed.results, resumed.loss) == (unbroken.results[BEFORE:], unbroken.loss)
     for slot, arrays in unbroken.state.items():
         assert all(torch.equal(resumed.state[slot][name], array) for name, array in arrays.items())

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from layouts import Run, deviations, laid_out, one_process, run_layouts
-from mixed import bring_back, loaded, spoil, tiers_in, trained
+from mixed import from_storage, loaded, tiers_in, trained
 from tiny import tiny
 
 BEFORE, AFTER = 2, 2
@@ -53,11 +53,6 @@ def test_saved_under_another_layout_and_loaded_under_tp_2_dp_2(tmp_path):
         assert loaded(laid_out(base(), ranks=4, tp=2), source, tiers).at_load == digests
 
 
-def _restore(tiers, engine):
-    spoil(engine)
-    bring_back(engine, tiers, "storage", rank=engine.mesh.rank, world=engine.mesh.shape.world)
-
-
 @pytest.mark.dist
 def test_resumed_in_the_middle_under_another_layout_it_is_one_process(saved):
     tiers, _ = saved
@@ -65,7 +60,7 @@ def test_resumed_in_the_middle_under_another_layout_it_is_one_process(saved):
     expected = after_the_break(unbroken)
     for ranks in (1, 2, 4):
         configs = [laid_out(base(), **layout) for layout in OTHERS if layout["ranks"] == ranks]
-        for run in run_layouts(configs, AFTER, partial(_restore, tiers)):
+        for run in run_layouts(configs, AFTER, partial(from_storage, tiers)):
             found = deviations(run, expected)
             assert max(found.values()) < 1e-12, found
 
@@ -81,7 +76,7 @@ def test_resumed_under_the_same_layout_it_is_bit_for_bit_the_same(tmp_path):
     tiers = tiers_in(tmp_path, "same")
     trained(config, BEFORE, tiers)
     (unbroken,) = run_layouts([config], BEFORE + AFTER)
-    (resumed,) = run_layouts([config], AFTER, partial(_restore, tiers))
+    (resumed,) = run_layouts([config], AFTER, partial(from_storage, tiers))
     assert (resumed.results, resumed.loss) == (unbroken.results[BEFORE:], unbroken.loss)
     for slot, arrays in unbroken.state.items():
         assert all(torch.equal(resumed.state[slot][name], array) for name, array in arrays.items())
