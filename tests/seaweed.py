@@ -7,9 +7,9 @@ If-None-Match. SeaweedFS answers all of them as S3 does.
 import ctypes
 import json
 import os
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +21,13 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from recovery.ports import can_bind, free_port
+
 BUCKET = "ckpt"
 KEY, SECRET = "test-key", "test-secret"
 READ_ONLY_KEY, READ_ONLY_SECRET = "read-only-key", "read-only-secret"
 START_S = 60.0
+_PORTS = (5_000, 9_999)
 _GRPC_OFFSET = 10_000  # weed listens there too, for each of its ports
 
 
@@ -176,19 +179,14 @@ def _identities() -> dict[str, object]:
 
 
 def _free_ports(*names: str) -> dict[str, int]:
-    """A port for each name, free now together with its gRPC neighbour."""
+    """A port for each name, free now together with its gRPC neighbour; both below what the kernel and our agents hand out."""
     found: dict[str, int] = {}
-    while len(found) < len(names):
-        with socket.socket() as probe, socket.socket() as neighbour:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            if port + _GRPC_OFFSET > 65_535 or port in found.values():
-                continue
-            try:
-                neighbour.bind(("127.0.0.1", port + _GRPC_OFFSET))
-            except OSError:
-                continue
-            found[names[len(found)]] = port
+
+    def free(host: str, port: int) -> bool:
+        return port not in found.values() and can_bind(host, port) and can_bind(host, port + _GRPC_OFFSET)
+
+    for name in names:
+        found[name] = free_port("127.0.0.1", _PORTS, start=random.randrange(_PORTS[1]), bind=free)
     return found
 
 

@@ -45,6 +45,7 @@ os._exit(0 if again else 5)
 """
 
 SPEAKS_MUCH = """
+import os
 
 os.write(1, bytes(range(256)) * 4)  # no text in any encoding
 line = b"x" * (1 << 20)
