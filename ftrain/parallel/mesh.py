@@ -7,7 +7,7 @@ rank needs no `init_process_group` at all, so that tests, `ftrain sample` and a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
@@ -30,7 +30,7 @@ Along = tuple[Axis, ...] | Literal["experts", "replicas of experts"]
 
 EXPERTS: Literal["experts"] = "experts"
 _SAME_EXPERTS: Literal["replicas of experts"] = "replicas of experts"
-_GROUPS: tuple[Along, ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES, EXPERTS, _SAME_EXPERTS)
+GROUPS: tuple[Along, ...] = (("tp",), ("cp",), ("pp",), ("dp",), SHARD_AXES, EXPERTS, _SAME_EXPERTS)
 
 
 class Work(Protocol):
@@ -84,16 +84,14 @@ class Mesh:
             _check_world(shape, rank)
             assert dist.group.WORLD is not None
             self._groups[tuple(range(shape.world))] = dist.group.WORLD
-            for along in _GROUPS:
-                self._make_groups(list(dict.fromkeys(members(shape, rank, along) for rank in range(shape.world))))
+            for along in GROUPS:
+                self._make_groups(groups(shape, along))
 
     def make_neighbours(self, width: int) -> None:
         """Groups of `width` neighbours along tp, for `sum_neighbours`. A collective of all ranks."""
-        shape = self.shape
-        firsts = [rank for rank in range(shape.world) if shape.coordinate(rank).tp % width == 0]
-        self._make_groups([shape.neighbours(rank, width) for rank in firsts])
+        self._make_groups(_partition(self.shape, lambda rank: self.shape.neighbours(rank, width)))
 
-    def _make_groups(self, all_members: list[tuple[int, ...]]) -> None:
+    def _make_groups(self, all_members: Iterable[tuple[int, ...]]) -> None:
         """The same groups in the same order on every rank, each once."""
         for members in all_members:
             if len(members) > 1 and members not in self._made:
@@ -289,6 +287,21 @@ def members(shape: MeshShape, rank: int, along: Along) -> tuple[int, ...]:
     if along == EXPERTS:
         return shape.expert_group(rank)
     return shape.expert_replicas(rank) if along == _SAME_EXPERTS else shape.group(rank, along)
+
+
+def groups(shape: MeshShape, along: Along) -> Iterator[tuple[int, ...]]:
+    """All ranks by whom they talk to, in the order of their first ranks."""
+    return _partition(shape, lambda rank: members(shape, rank, along))
+
+
+def _partition(shape: MeshShape, group_of: Callable[[int], tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Groups that have no rank in common, asked of one rank each."""
+    found: set[int] = set()
+    for rank in range(shape.world):
+        if rank not in found:
+            group = group_of(rank)
+            found.update(group)
+            yield group
 
 
 def _among(sharers: int) -> Along:

@@ -8,7 +8,6 @@ parallelism on neighbours, because it talks most, and data parallelism outermost
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from ftrain.config import Axis, Config
@@ -73,10 +72,14 @@ class MeshShape:
         """The size of one axis."""
         return int(getattr(self, axis))
 
-    def coordinate(self, rank: int) -> Coordinate:
-        """The place of a rank."""
+    def check(self, rank: int) -> None:
+        """Raise ValueError if there is no such rank."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} of a mesh of {self.world} ranks ({self})")
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The place of a rank."""
+        self.check(rank)
         indices: dict[str, int] = {}
         for axis in self.order:
             rank, indices[axis] = divmod(rank, self.size(axis))
@@ -90,10 +93,19 @@ class MeshShape:
         return rank
 
     def group(self, rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        """The ranks, ascending, that differ from this one at most along `axes`: those it reduces over `axes` with."""
-        here = self.coordinate(rank)
-        choices = [range(self.size(axis)) if axis in axes else (here.on(axis),) for axis in AXES]
-        return tuple(sorted(self.rank(Coordinate(**dict(zip(AXES, place, strict=True)))) for place in product(*choices)))
+        """The ranks, ascending, that differ from this one at most along `axes`: those it reduces over `axes` with.
+
+        One addition a rank: the coordinates of 16,384 ranks, each looked at for each kind of group, took half a minute.
+        """
+        self.check(rank)
+        first, offsets, stride = rank, [0], 1
+        for axis in self.order:  # innermost first, so that offsets ascend
+            size = self.size(axis)
+            if axis in axes:
+                first -= rank // stride % size * stride
+                offsets = [outer + inner for outer in range(0, size * stride, stride) for inner in offsets]
+            stride *= size
+        return tuple(first + offset for offset in offsets)
 
     def neighbours(self, rank: int, width: int) -> tuple[int, ...]:
         """The ranks of this one's run of `width` neighbours along tp (which `width` divides)."""

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftrain.parallel.mesh import GROUPS, groups, members
 from ftrain.parallel.partition import deal, microbatches, partition_layers
 from ftrain.parallel.shape import AXES, SHARD_AXES, Coordinate, MeshShape
 
@@ -32,11 +34,21 @@ def test_rank_and_coordinate_are_inverse(mesh):
 @given(MESHES, st.sets(st.sampled_from(AXES)))
 def test_groups_partition_the_world(mesh, axes):
     axes = tuple(axes)
-    groups = {mesh.group(rank, axes) for rank in range(mesh.world)}
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
-    for group in groups:
-        for axis in set(AXES) - set(axes):
-            assert len({mesh.coordinate(rank).on(axis) for rank in group}) == 1
+    found = {mesh.group(rank, axes) for rank in range(mesh.world)}
+    assert sorted(rank for group in found for rank in group) == list(range(mesh.world))
+    for group in found:
+        assert list(group) == sorted(group)
+        places = {mesh.coordinate(rank) for rank in group}
+        for axis in AXES:
+            assert len({place.on(axis) for place in places}) == (mesh.size(axis) if axis in axes else 1)
+
+
+@settings(deadline=None)
+@given(MESHES, st.data())
+def test_all_groups_of_a_kind_are_those_of_every_rank_in_the_order_of_their_first(mesh, data):
+    mesh = replace(mesh, ep=data.draw(st.sampled_from([n for n in range(1, mesh.shards + 1) if mesh.shards % n == 0])))
+    for along in GROUPS:
+        assert list(groups(mesh, along)) == list(dict.fromkeys(members(mesh, rank, along) for rank in range(mesh.world)))
 
 
 @settings(deadline=None)
