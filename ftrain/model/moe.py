@@ -123,26 +123,24 @@ class Router:
         whole_BN = whole_BTK.flatten(1)
         return whole_BN.new_zeros(len(whole_BN), self.model.experts).scatter_add_(1, whole_BN, torch.ones_like(whole_BN))
 
-    def kept(self, whole_BTK: torch.Tensor) -> torch.Tensor | None:
+    def kept(self, whole_BTK: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor | None:
         """Which of this rank's choices their experts have room for; None: all."""
         if not self.model.capacity:
             return None
         whole_BN = whole_BTK.flatten(1)
         sorted_BN, order_BN = whole_BN.sort(dim=1, stable=True)
-        counts_BE = self.counts(whole_BTK)
         firsts_BE = counts_BE.cumsum(1) - counts_BE
         before_BN = torch.arange(whole_BN.shape[1], device=whole_BN.device) - firsts_BE.gather(1, sorted_BN)
         fits_BN = before_BN < capacity(self.model, whole_BTK.shape[1])
         kept = torch.empty_like(fits_BN).scatter_(1, order_BN, fits_BN).view(whole_BTK.shape)
         return kept if self.groups.context is None else self.groups.context.cut(kept)
 
-    def slope(self, whole_BTK: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
-        """Of the balance losses in each expert's probability at a position of each sequence, [B, E]."""
-        balance = self.routing.balance
+    def slope(self, counts_BE: torch.Tensor, length: int, wide: torch.dtype) -> torch.Tensor | None:
+        """Of the balance losses in each expert's probability at one of the `length` positions of each sequence, [B, E]."""
+        balance, model = self.routing.balance, self.model
         if balance is None:
             return None
-        k, length = whole_BTK.shape[2], whole_BTK.shape[1]
-        return self.counts(whole_BTK).to(wide) * (balance.to(wide) * self.model.experts / (k * length**2)).unsqueeze(-1)
+        return counts_BE.to(wide) * (balance.to(wide) * model.experts / (model.experts_per_token * length**2)).unsqueeze(-1)
 
 
 def capacity(model: Model, length: int) -> int:
@@ -169,9 +167,10 @@ class _Router(Function):
         logits = own if group is None else group.widen(own).wait()
         chosen = router.choose(logits)
         whole = router.whole(chosen)
-        kept = router.kept(whole)
+        counts = router.counts(whole)
+        kept = router.kept(whole, counts)
         softmax = logits.gather(-1, chosen).softmax(-1)
-        ctx.save_for_backward(x, own, chosen, softmax, kept, router.slope(whole, wide.dtype))
+        ctx.save_for_backward(x, own, chosen, softmax, kept, router.slope(counts, whole.shape[1], wide.dtype))
         ctx.weight, ctx.router = weight, router
         weights = softmax if kept is None else softmax * kept
         return weights.flatten(0, 1), chosen.flatten(0, 1), None if kept is None else kept.flatten(0, 1)

@@ -160,7 +160,7 @@ def _waiting(a: Side, b: Side) -> list[Row]:
 
     bubbles = [of.predicted.bubble if of.predicted else None for of in (a, b)]
     return [
-        Row(key="wait", label="waiting for other stages, of a step", unit="%", a=a.measured.wait, b=b.measured.wait,
+        Row(key="wait", label="waiting for other ranks, of a step", unit="%", a=a.measured.wait, b=b.measured.wait,
             how="measured: bubble + imbalance buckets / step, mean over the ranks"),
         Row(key="bubble_predicted", label="waiting for other stages, predicted", unit="%", a=bubbles[0], b=bubbles[1],
             how="ftrain plan schedule: idle of the total, with the work of the config's own stages"),

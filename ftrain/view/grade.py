@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan import cost
-from ftrain.plan.volume import Volume
+from ftrain.plan.ring import Volume
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import show
 from ftrain.view.parts import parts
@@ -87,7 +87,7 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
     rows = [
         _row("step_s", "step", "s", None, (step.total if step else None, found.step.value if found.step else None),
              "ftrain plan time (none without a peak) | median of the steps"),
-        _row("bubble", "waiting for other stages, of waiting and computing", "%", None, (said.bubble, found.idle),
+        _row("bubble", "waiting for other ranks, of waiting and computing", "%", None, (said.bubble, found.idle),
              "ftrain plan schedule, idle of the total, with the work of the stages | (bubble + imbalance) / (these + compute)"),
         _row("exposed", "communication that nothing hides, of a step", "%", None,
              (None if step is None else (step.tp + step.cp + step.pp + step.dp + step.ep) / step.total, found.exposed),

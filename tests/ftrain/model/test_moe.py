@@ -167,7 +167,8 @@ def test_choices_are_counted_without_a_row_of_experts_each():
     router = Router(of, 0, Groups(), Routing(torch.ones(1)))
     chosen = torch.rand(1, 512, 128, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :8]
     with Largest() as largest:
-        kept, slope = router.kept(chosen), router.slope(chosen, torch.float32)
+        counts = router.counts(chosen)
+        kept, slope = router.kept(chosen, counts), router.slope(counts, 512, torch.float32)
     assert largest.numel == chosen.numel()
     room = capacity(of, 512)
     for expert in range(128):
