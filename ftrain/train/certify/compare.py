@@ -1,6 +1,7 @@
 """Whole arrays of a layout against those of one process, and the bounds they must keep.
 
-error      the largest difference over the array's largest value
+error      the largest difference over the array's largest value; of one that is all zeros in truth (with sequences of one token
+           attention has nothing to choose, and no gradient in queries and keys), over the largest value of its kind
 fp64       error against one process at most 1e-12: only the order of sums may differ
 fp32 bf16  error against the fp64 oracle at most 4 x that of one process in the same dtype, or 4 x the dtype's epsilon; that of
            one process is its worst array of the kind (all gradients of the step, all first moments, ...)
@@ -53,6 +54,10 @@ class Result:
         """All arrays that are compared."""
         return [name for name in self.checkpoint.names if name.partition("/")[0] in KINDS]
 
+    def largest_of(self, kind: str) -> float:
+        """The largest value of all arrays of a kind."""
+        return max((_largest(self.read(name)) for name in self.names() if name.partition("/")[0] == kind), default=0.0)
+
     def value(self, name: str) -> Array:
         """What is called `name`: an array, or one of the scalars."""
         if name in ("loss", "norm"):
@@ -72,7 +77,7 @@ class Truth:
         """The error of everything that is compared, with its bound."""
         for name in ("loss", "norm", *self.exact.names()):
             kind, _, parameter = name.partition("/")
-            error = distance(found.value(name), self.exact.value(name))
+            error = error_of(name, found, self.exact)
             yield Worst(
                 what=kind,
                 parameter=parameter,
@@ -90,7 +95,7 @@ def exact_truth(one: Result) -> Truth:
 
 def rounded_truth(oracle: Result, one: Result, mode: str) -> Truth:
     """The oracle, and what one process in the same dtype is away from it."""
-    errors = {name: distance(one.value(name), oracle.value(name)) for name in ("loss", "norm", *oracle.names())}
+    errors = {name: error_of(name, one, oracle) for name in ("loss", "norm", *oracle.names())}
     worst: dict[str, float] = {}
     for name, error in errors.items():
         kind = name.partition("/")[0]
@@ -102,15 +107,24 @@ def rounded_truth(oracle: Result, one: Result, mode: str) -> Truth:
     )
 
 
-def distance(found: Array, truth: Array) -> float:
-    """The largest difference over the largest value of `truth`."""
+def error_of(name: str, found: Result, truth: Result) -> float:
+    """How far what is called `name` is from the truth."""
+    ours, theirs = found.value(name), truth.value(name)
+    return distance(ours, theirs, _largest(theirs) or truth.largest_of(name.partition("/")[0]))
+
+
+def distance(found: Array, truth: Array, scale: float) -> float:
+    """The largest difference over `scale`; infinite if it is not finite, or there is one and no scale."""
     if found.shape != truth.shape:
         return math.inf
-    ours, theirs = found.astype(np.float64), truth.astype(np.float64)
-    difference, scale = float(np.abs(ours - theirs).max(initial=0.0)), float(np.abs(theirs).max(initial=0.0))
+    difference = _largest(found.astype(np.float64) - truth.astype(np.float64))
     if difference == 0.0:
         return 0.0
     return difference / scale if scale > 0 and math.isfinite(difference) else math.inf
+
+
+def _largest(array: Array) -> float:
+    return float(np.abs(array.astype(np.float64)).max(initial=0.0))
 
 
 def failures_of(found: Iterator[Worst] | list[Worst], layout: str, mode: str) -> list[Failure]:

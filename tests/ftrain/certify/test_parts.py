@@ -74,14 +74,14 @@ def test_modes_choose_the_dtype():
     ]
 
 
-def test_the_distance_is_relative_to_the_largest_value():
+def test_the_distance_is_relative_to_the_scale():
     truth = np.array([1e-9, -4.0])
-    assert distance(np.array([1e-9, -4.0]), truth) == 0
-    assert distance(np.array([1e-9 + 0.002, -4.0]), truth) == pytest.approx(0.0005)
-    assert distance(np.zeros(2), np.zeros(2)) == 0
-    assert distance(np.ones(2), np.zeros(2)) == math.inf
-    assert distance(np.array([np.nan, -4.0]), truth) == math.inf
-    assert distance(np.zeros(3), truth) == math.inf
+    assert distance(np.array([1e-9, -4.0]), truth, 4.0) == 0
+    assert distance(np.array([1e-9 + 0.002, -4.0]), truth, 4.0) == pytest.approx(0.0005)
+    assert distance(np.zeros(2), np.zeros(2), 0.0) == 0
+    assert distance(np.ones(2), np.zeros(2), 0.0) == math.inf
+    assert distance(np.array([np.nan, -4.0]), truth, 4.0) == math.inf
+    assert distance(np.zeros(3), truth, 4.0) == math.inf
 
 
 def test_all_pairs_are_planned():
@@ -129,10 +129,10 @@ def test_the_table_names_layout_error_and_failure():
 
 
 def result(scale, loss=2.0):
-    """An update whose arrays are `scale` off in their last element."""
+    """An update whose arrays are `scale` off: a number in their last element, a list in both."""
     arrays = {f"{kind}/{name}": np.array([1.0, 0.5]) for kind in ("grad", "master") for name in ("a", "b")}
     for name, off in scale.items():
-        arrays[name] = arrays[name] + [0.0, off]
+        arrays[name] = arrays[name] + (off if isinstance(off, list) else [0.0, off])
     done = StepDone(step=1, loss=loss, grad_norm=1.0, applied=True, pack=None, held=[], data=[])
     return Result(done, SimpleNamespace(names=sorted(arrays)), arrays)
 
@@ -146,3 +146,15 @@ def test_the_bound_is_four_times_the_worst_array_of_the_kind_and_own_errors_are_
     assert [f.parameter for f in failures_of(list(found.values()), "tp=2", "fp32")] == ["a"]
     (loss,) = failures_of(list(truth.differences(result({}, loss=2.1))), "tp=2", "fp32")
     assert (loss.what, loss.parameter, loss.error) == ("loss", "", pytest.approx(0.05))
+
+
+def test_an_array_that_is_zero_in_truth_is_measured_by_its_kind_and_hides_no_other():
+    """Rounding leaves something where there is nothing: an error of its own size would be infinite, and so would be the bound
+    of everything else of the kind."""
+    zero = {"grad/a": [-1.0, -0.5]}  # of sequences of one token: the queries' and the keys'
+    truth = rounded_truth(result(zero), result({"grad/a": [-1.0, -0.5 + 1e-3]}), "bf16")
+    rounded = {f"{w.what}/{w.parameter}": w for w in truth.differences(result({"grad/a": [-1.0, -0.5 + 2e-3]}))}
+    assert rounded["grad/a"].error == pytest.approx(2e-3)  # over 1.0, the largest of grad/b
+    assert not failures_of(list(rounded.values()), "dp=2", "bf16")
+    (wrong,) = failures_of(list(truth.differences(result({**zero, "grad/b": [0.0, 0.1]}))), "dp=2", "bf16")
+    assert wrong.parameter == "b"
