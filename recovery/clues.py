@@ -23,9 +23,8 @@ from recovery.evidence import (
     error_files,
     filesystem_state,
     gather,
-    kernel_log,
+    kernel_and_kills,
     log_tails,
-    our_kernel_log,
 )
 from recovery.loop import Loop
 from recovery.messages import CollectEvidence, EvidenceCollected
@@ -83,9 +82,8 @@ class Clues:
             "logs": lambda: log_tails(logs, max_bytes=max(LOG_BYTES // max(1, len(logs)), LEAST_BYTES)),
             "zygote's log": lambda: log_tails(dict(list(unborn.items())[:1]), max_bytes=UNBORN_BYTES),
             "error files": lambda: _unsaid(error_files(errors), logs),
-            "memory cgroup": crew.oom.source,
             "file systems": lambda: filesystem_state([str(self._folder)]),
-            "kernel log": lambda: our_kernel_log(kernel_log(since_s=crew.began), crew.oom),
+            "kernel log": lambda: kernel_and_kills(crew.oom, since_s=crew.began),
         }
 
 

@@ -121,13 +121,21 @@ def kernel_log(*, since_s: float, path: str = "/dev/kmsg") -> Finding:
         os.close(fd)
 
 
-def our_kernel_log(finding: Finding, watch: OomWatch) -> Finding:
-    """Kernel messages without reports of OOM kills in memory cgroups that are not ours: the kernel has one log for all.
+def kernel_and_kills(watch: OomWatch, *, since_s: float, path: str = "/dev/kmsg") -> Finding:
+    """Kernel messages since then that concern us, and the OOM kills that were counted.
 
-    Ours are those that the watch has counted too; if it can count nothing, every report is kept.
+    One source, because they must agree: the counters are read once, and after the log, so that no report is taken for somebody
+    else's because its kill was not counted yet.
     """
-    if not watch.counts or watch.source().scheduler:
-        return finding
+    told = kernel_log(since_s=since_s, path=path)
+    kills = watch.source()
+    return merge([our_kernel_log(told) if watch.counts and not kills.scheduler else told, kills])
+
+
+def our_kernel_log(finding: Finding) -> Finding:
+    """Kernel messages without reports of OOM kills in memory cgroups; for where none was in ours: the kernel has one log for
+    all.
+    """
     kept: list[str] = []
     left_out = 0
     report: list[str] = []

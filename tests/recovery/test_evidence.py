@@ -5,7 +5,17 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from recovery.evidence import Finding, OomWatch, error_files, filesystem_state, gather, kernel_log, log_tails, our_kernel_log
+from recovery.evidence import (
+    Finding,
+    OomWatch,
+    error_files,
+    filesystem_state,
+    gather,
+    kernel_and_kills,
+    kernel_log,
+    log_tails,
+    our_kernel_log,
+)
 
 
 def test_log_tails_say_who_speaks_and_keep_the_given_order(tmp_path: Path) -> None:
@@ -53,14 +63,8 @@ def test_oom_kills_are_seen_as_differences_on_both_cgroup_versions(tmp_path: Pat
     assert [line.split("oom_kill ")[1] for line in found.scheduler] == ["2 -> 3", "0 -> 1"]
 
 
-def test_an_oom_kill_in_a_neighbour_s_cgroup_is_no_evidence(tmp_path: Path) -> None:
+def test_reports_of_kills_in_other_cgroups_are_left_out_of_the_kernel_log() -> None:
     """The kernel has one log: what it says of others' memory limits stands there too."""
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/job\n")
-    counter = groups / "job" / "memory.events"
-    counter.parent.mkdir(parents=True)
-    counter.write_text("oom_kill 0\n")
     xid = "[  1.0] NVRM: Xid (PCI:0000:9b:00): 79, pid=7, GPU has fallen off the bus."
     report = (
         "[  2.0] python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0",
@@ -68,17 +72,51 @@ def test_an_oom_kill_in_a_neighbour_s_cgroup_is_no_evidence(tmp_path: Path) -> N
         "[  2.0] Memory cgroup out of memory: Killed process 9 (python) total-vm:1kB",
     )
     after = "[  3.0] EXT4-fs error (device sda1): bad block"
-    told = Finding(kernel=(xid, *report, after))
-    watch = OomWatch(proc=proc, cgroups=groups)
-    ours = our_kernel_log(told, watch)
-    assert ours.kernel == (xid, after)
-    assert ours.notes == ("kernel log: 1 OOM kill(s) in memory cgroups that are not ours left out",)
-    counter.write_text("oom_kill 1\n")
-    assert our_kernel_log(told, watch) == told
+    left = our_kernel_log(Finding(kernel=(xid, *report, after)))
+    assert left.kernel == (xid, after)
+    assert left.notes == ("kernel log: 1 OOM kill(s) in memory cgroups that are not ours left out",)
     machine = Finding(kernel=(report[0], "[  2.0] Out of memory: Killed process 9 (python)", after))
+    assert our_kernel_log(machine) == machine  # the machine's own memory concerns everybody on it
+
+
+def test_a_report_of_a_kill_is_ours_if_a_counter_of_ours_has_grown_or_nothing_counts(tmp_path: Path) -> None:
+    log, counter = tmp_path / "kmsg", tmp_path / "memory.events"
+    log.write_text("6,1,2000000,-;Memory cgroup out of memory: Killed process 9 (python) total-vm:1kB\n")
     counter.write_text("oom_kill 0\n")
-    assert our_kernel_log(machine, watch) == machine  # the machine's own memory concerns everybody on it
-    assert our_kernel_log(told, OomWatch(proc=tmp_path / "none", cgroups=groups)) == told  # nothing to count by
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    watch = OomWatch(proc=tmp_path, cgroups=tmp_path)
+    assert kernel_and_kills(watch, since_s=0.0, path=str(log)).kernel == ()
+    uncounted = kernel_and_kills(OomWatch(proc=tmp_path / "none", cgroups=tmp_path), since_s=0.0, path=str(log))
+    assert (len(uncounted.kernel), uncounted.scheduler) == (1, ())
+    counter.write_text("oom_kill 1\n")
+    ours = kernel_and_kills(watch, since_s=0.0, path=str(log))
+    assert (len(ours.kernel), ours.notes) == (1, ())
+    assert ours.scheduler == (f"host state: cgroup {tmp_path}: oom_kill 0 -> 1",)
+
+
+def test_a_kill_right_after_the_counters_were_read_is_not_taken_for_somebody_else_s(tmp_path: Path) -> None:
+    """The kernel may kill while we look: a report in the log is judged by a count that is not older than it."""
+    counter, log = tmp_path / "memory.events", tmp_path / "kmsg"
+    counter.write_text("oom_kill 0\n")
+    log.write_text("")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+
+    class Soon(OomWatch):
+        reads = 0
+
+        def source(self) -> Finding:
+            self.reads += 1
+            found = super().source()
+            counter.write_text("oom_kill 1\n")
+            log.write_text("6,1,1000000,-;Memory cgroup out of memory: Killed process 9 (python) total-vm:1kB\n")
+            return found
+
+    watch = Soon(proc=tmp_path, cgroups=tmp_path)
+    assert kernel_and_kills(watch, since_s=0.0, path=str(log)) == Finding()
+    assert watch.reads == 1
+    assert len(kernel_and_kills(watch, since_s=0.0, path=str(log)).kernel) == 1
 
 
 def test_kernel_log_keeps_what_is_recent_and_says_when_it_may_not_look(tmp_path: Path) -> None:
