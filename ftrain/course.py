@@ -171,11 +171,17 @@ def _same_until(config: Config, sequences: int) -> int:
     return -(-next(ends, UNBOUNDED * seq_len) // seq_len)
 
 
-def cursor_at(config: Config, steps: int) -> Cursor:
-    """Where a run that began at 0 is after so many updates."""
-    legs = course(replace(config, run=replace(config.run, steps=steps)))
-    reached = [leg for leg in legs if not leg.phase or leg.first_token >= config.phases[leg.phase - 1].from_tokens]
-    begun = (Begun(leg.first_step, (leg.stop_token - leg.first_token) // leg.config.data.seq_len) for leg in reached)
+def cursor_at(config: Config, steps: int, start: Cursor = Cursor()) -> Cursor:
+    """Where a run that goes on from `start` is after so many updates of the run; it never goes back."""
+    if steps <= start.step:
+        return entered(config, start)
+    legs = course(replace(config, run=replace(config.run, steps=steps)), start)
+    begun = list[Begun]()
+    for leg in legs:
+        known = leg.phase <= start.phase
+        if known or leg.first_token >= config.phases[leg.phase - 1].from_tokens:
+            sequences = (leg.stop_token - leg.first_token) // leg.config.data.seq_len
+            begun.append(Begun(leg.first_step, sequences, start.begun[leg.phase].passed if known else 0))
     return Cursor(steps, tuple(begun))
 
 
@@ -184,13 +190,9 @@ def tokens_after(config: Config, steps: int) -> int:
     return tokens_read(config, cursor_at(config, steps))
 
 
-def updates_left(config: Config, step: int) -> float:
-    """Tokens from `step` to the end of a run that began at 0, in updates of the size that the newest one had."""
-    if step >= config.run.steps:
-        return 0.0
-    before = tokens_after(config, max(0, step - 1))
-    here = tokens_after(config, step) - before if step else tokens_after(config, 1)
-    return (tokens_after(config, config.run.steps) - tokens_after(config, step)) / here
+def updates_left(config: Config, cursor: Cursor, update_tokens: int) -> float:
+    """Tokens from the cursor to the end of its run, in updates of so many."""
+    return (course(config, cursor)[-1].stop_token - tokens_read(config, cursor)) / update_tokens
 
 
 def phase_after(first_steps: Sequence[int], step: int) -> int:

@@ -90,6 +90,7 @@ class Ready(Event, frozen=True, kw_only=True):
     step: int
     source: str = ""
     proof: str = ""
+    begun: tuple[tuple[int, int], ...] = ()  # of each phase that has begun: updates before its first one, sequences read in it
 
 
 class PlaceLost(Event, frozen=True, kw_only=True):

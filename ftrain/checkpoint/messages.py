@@ -108,7 +108,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     source: str  # init, memory, peer, local or storage
     passed_over: list[tuple[int, str]] = []
     proof: str = ""  # what was compared: digests or crcs
-    firsts: list[int] = []  # of each phase that has begun: the updates before its first one
+    begun: list[tuple[int, int]] = []  # of each phase that has begun: the updates before its first one, sequences read in it
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -196,7 +196,7 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
 
     step: int
     outcome: str  # finished, stopped, or phase: another one is to follow
-    firsts: list[int] = []  # as of Ready, with that one
+    begun: list[tuple[int, int]] = []  # as of Ready, with that one
 
 
 class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):

@@ -12,6 +12,7 @@ import msgspec
 from ftrain.cli import render
 from ftrain.compose.ledgers import LedgerTail
 from ftrain.compose.metrics import newest, told
+from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.plan.rates import mfu_text
@@ -35,7 +36,7 @@ class LiveView:
         self._folder = folder
         self._tail = LedgerTail(folder / "ledger")
         self._state = RunState()
-        self._speed = Speed()
+        self._speed, self._phasing = Speed(), Phasing()
         self._config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
         self._steps = self._config.run.steps
         self._last_line_t = 0.0
@@ -58,6 +59,7 @@ class LiveView:
         for event in self._tail.new():
             self._state = apply(self._state, event)
             self._speed.add(event)
+            self._phasing.see(self._config, event)
             if isinstance(event, events.CheckpointCommitted):
                 self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_seconds(event.seconds)})"
             line = self._step_line(event) or sentence(event)
@@ -96,7 +98,7 @@ class LiveView:
         """The end of a line: the time that is left; nothing behind the last step."""
         if self._state.step >= self._steps:
             return ""
-        seconds = self._speed.eta_s(self._config, self._state.step)
+        seconds = self._speed.eta_s(self._config, self._phasing.cursor)
         return f"  ETA {format_seconds(seconds)}" if seconds is not None else "  ETA unknown"
 
     def _panel(self) -> Panel:

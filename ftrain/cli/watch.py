@@ -19,6 +19,7 @@ from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
 from ftrain.cli.live_view import sentence
 from ftrain.cli.problems import told
+from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.units import format_bytes, format_count, format_seconds
@@ -113,7 +114,7 @@ class Screen:
     """What is shown, from the events so far."""
 
     def __init__(self) -> None:
-        self._state, self._speed, self._builder = RunState(), Speed(), ReportBuilder()
+        self._state, self._speed, self._phasing, self._builder = RunState(), Speed(), Phasing(), ReportBuilder()
         self._losses: list[float] = []
         self._rates: deque[float] = deque(maxlen=60)
         self._told: deque[str] = deque(maxlen=6)
@@ -147,6 +148,8 @@ class Screen:
             if isinstance(event, RunStarted):
                 self._steps = event.config.get("run", {}).get("steps")
                 self._config, self._script = readable(event.config), "command" in event.config
+            if self._config is not None:
+                self._phasing.see(self._config, event)
             for record in steps_of(event):
                 seconds = record.t_end - record.t_begin
                 self._losses += [record.loss] if record.loss is not None else []
@@ -179,7 +182,8 @@ class Screen:
                 ("steps", Text("not known: the script tells none (ftrain.progress, --progress-pattern)")),
                 ("trouble", Text(f"interruptions {len(state.interruptions)}")),
             ]
-        left = None if self.is_over else self._speed.eta_s(self._config, state.step)
+        config = None if self.is_over else self._config
+        left = self._speed.eta_s(config, self._phasing.cursor) if config is not None else None
         eta = f"  ETA {format_seconds(left)}" if left else ""
         rows: list[tuple[str, RenderableType]] = [
             ("layout", Text(f"{state.layout}, attempt {state.attempt}{self._phase()}")),

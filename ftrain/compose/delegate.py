@@ -145,7 +145,8 @@ class RunDelegate(StoringDelegate):
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
         self._copies.recall(state.copied)
-        self._phasing.recorded, self._step = state.training_phase, state.step
+        self._phasing.recorded = state.training_phase
+        self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
         self._skips = state.skips
 
     def ready(self, previous: AttemptEndInfo | None) -> bool:
@@ -260,7 +261,8 @@ class RunDelegate(StoringDelegate):
         return []
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
-        self._last_step, self._step = done, done.step
+        self._last_step = done
+        self._phasing.stepped(self._layouts.whole, done.step, done.sequences)
         told = step_events(done, attempt)
         self._speed.add(told[0])
         self._moved |= {done.step} if done.applied and done.lr > 0 else set()
@@ -286,15 +288,15 @@ class RunDelegate(StoringDelegate):
     def _on_ready(self, ready: Ready, attempt: int) -> list[Event]:
         found: list[Event] = passed_over(ready.passed_over, attempt) if ready.rank == 0 else []
         self._ready[attempt][ready.rank] = ready
-        self._phasing.told(ready.firsts)
+        self._phasing.told(ready.step, ready.begun)
         if len(self._ready[attempt]) == self._layouts.ranks_of(attempt):
             if (self._memory_step or 0) > ready.step:
                 self._memory_step = None  # the workers have forgotten it
             self._copies.began_at(ready.step)
             found += [*self._dropped(attempt, ready.step), *self._rolled_back(ready)]
             found += self._places.resumed_from(self._epoch, ready.step)
-            now, source, proof = time.time(), ready.source, ready.proof
-            found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=proof))
+            now, source, begun = time.time(), ready.source, tuple(ready.begun)
+            found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=ready.proof, begun=begun))
         return found
 
     def _rolled_back(self, ready: Ready) -> list[Event]:
@@ -371,9 +373,9 @@ class RunDelegate(StoringDelegate):
             "memory_step": self._memory_step,
             "peer_step": self._copies.step,
             "steps": self._config.run.steps,
-            **phase_status(self._layouts.whole, self._layouts.phase, self._step),
+            **phase_status(self._layouts.whole, self._layouts.phase, self._phasing.cursor),
             **step_status(self._last_step),
-            "eta_s": self._speed.eta_s(self._layouts.whole, self._step),
+            "eta_s": self._speed.eta_s(self._layouts.whole, self._phasing.cursor),
             **self._metrics.status(),
             "collect_error": self._committer.collect_error if self._committer else "",
             **self._places.status(),

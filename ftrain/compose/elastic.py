@@ -40,7 +40,6 @@ class ElasticDelegate(Delegate):
         self._places = Places(config, run, policies)
         self._layouts = Layouts(config)
         self._phasing = Phasing()
-        self._step = 0  # the newest one that was finished
         self._skips: tuple[Range, ...] = ()  # decided on while it ran
         self._copies = Copies(lambda payload: self.links.to_keeper(payload))
 
@@ -69,7 +68,7 @@ class ElasticDelegate(Delegate):
 
     def makes_way(self) -> bool:
         """Whether the workers have left for another phase: they said so, or said it to a coordinator that died."""
-        return self._phasing.left or at_boundary(self._layouts.whole, self._layouts.phase, self._step)
+        return self._phasing.left or at_boundary(self._layouts.whole, self._layouts.phase, self._phasing.cursor)
 
     def _enter_phase(self, memory: int | None, differently: Sequence[str]) -> list[Event]:
         """That of the state which the next workers will find, as far as that is known; what the ledger is told of it.

@@ -7,7 +7,8 @@ the first step behind it nothing is said. What is left is counted in tokens: lat
 from __future__ import annotations
 
 from ftrain.config import Config
-from ftrain.course import updates_left
+from ftrain.course import Cursor, updates_left
+from ftrain.phases import effective
 from ftrain.units import format_count
 from recovery.events import AttemptStarted, Event, PhaseBegan, steps_of
 
@@ -18,6 +19,7 @@ class Speed:
     def __init__(self) -> None:
         self.step_s = 0.0
         self._tokens = 0
+        self._sequences = 0
         self._phase = 0
         self._size: tuple[str, int] | None = None
 
@@ -36,12 +38,13 @@ class Speed:
         for record in steps_of(event):
             seconds = record.t_end - record.t_begin
             self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
-            self._tokens = record.tokens
+            self._tokens, self._sequences = record.tokens, record.sequences
 
     def text(self) -> str:
         """As shown."""
         return f"{format_count(self._tokens / self.step_s)} tokens/s" if self.step_s else ""
 
-    def eta_s(self, config: Config | None, step: int) -> float | None:
-        """Seconds from `step` to the end, without failures; None if nothing was measured yet, or nobody knows how far it is."""
-        return self.step_s * updates_left(config, step) if self.step_s and config is not None else None
+    def eta_s(self, config: Config, cursor: Cursor) -> float | None:
+        """Seconds from there to the end, without failures; None if nothing was measured yet."""
+        update_tokens = self._sequences * effective(config, cursor.phase).data.seq_len
+        return self.step_s * updates_left(config, cursor, update_tokens) if self.step_s and update_tokens else None

@@ -27,22 +27,22 @@ class Way:
         self._legs = course(self._whole, self._cursor)
 
     @property
-    def firsts(self) -> list[int]:
-        """Of each phase that has begun: the updates before its first one."""
-        return [part.first_step for part in self._cursor.begun]
+    def begun(self) -> list[tuple[int, int]]:
+        """Of each phase that has begun: the updates before its first one, and the sequences read in it."""
+        return [(part.first_step, part.sequences) for part in self._cursor.begun]
 
     def train(self, engine: Engine, loop: Loop, progress: Progress) -> Final:
         """To the end of the phase; not a step if the state is of another phase."""
         if self._cursor.phase != self._planned:
-            return Final(step=self._cursor.step, outcome="phase", firsts=self.firsts)
+            return Final(step=self._cursor.step, outcome="phase", begun=self.begun)
         assert isinstance(engine.dataset, Dataset)
         engine.dataset.go_on(reading(self._whole, self._cursor))
         engine.curve = curve(self._whole, self._legs, self._planned)
         loop.end_after(self._legs[self._planned].stop_step)
-        progress.begun = [(part.first_step, part.sequences) for part in self._cursor.begun]
+        progress.begun = self.begun
         final = loop.run(progress)
         self._cursor = recalled(self._whole, progress.record())
-        return msgspec.structs.replace(final, firsts=self.firsts)
+        return msgspec.structs.replace(final, begun=self.begun)
 
 
 def whole_config(args: WorkerArgs) -> Config:

@@ -105,7 +105,7 @@ def main(context: WorkerContext) -> None:
     loop = _loop(context, args, config, engine, slots, faults)
     loop.saver.forget_after(restored.step)
     _let_go(context, slots, args.own_slots)
-    context.send(encode(_ready(context.rank, restored, way.firsts)))
+    context.send(encode(_ready(context.rank, restored, way.begun)))
     loop.reached("restore", restored.step)
     final = way.train(engine, loop, Progress.from_record(restored.progress, constant))
     if context.rank == 0:
@@ -220,14 +220,14 @@ def _window(context: WorkerContext, args: WorkerArgs, config: Config, engine: En
     return Profiler((first, last), path, engine.mesh.clock, engine.device, written=written)
 
 
-def _ready(rank: int, restored: Restored, firsts: list[int]) -> Ready:
+def _ready(rank: int, restored: Restored, begun: list[tuple[int, int]]) -> Ready:
     return Ready(
         rank=rank,
         step=restored.step,
         source=restored.source,
         passed_over=list(restored.passed_over),
         proof=restored.proof,
-        firsts=firsts,
+        begun=begun,
     )
 
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ftrain.course import Begun, Cursor, updates_left
 from ftrain.data.reading import Consumed, consumed
+from ftrain.phases import effective
 from ftrain.view.measured import warm
 from ftrain.view.numbers import median, show
 from ftrain.view.record import Recorded
@@ -57,14 +58,17 @@ def pace(run: Recorded) -> Pace:
             rows.append(_beside(row, rows[0] if rows else row))
     if run.config is None:
         return Pace(rows=tuple(rows))
-    left, eta, step = max(0, run.config.run.steps - run.report.step), None, run.report.step
-    if rows and run.report.effective_time > 0:
-        eta = updates_left(run.config, step) * rows[-1].step_s / run.report.effective_time
-    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta, read=consumed(run.config, _cursor(run)))
+    left, eta = max(0, run.config.run.steps - run.report.step), None
+    if rows and run.steps[-1].record.sequences and run.report.effective_time > 0:
+        newest = run.steps[-1].record.sequences * effective(run.config, rows[-1].phase).data.seq_len
+        eta = updates_left(run.config, run.cursor, newest) * rows[-1].step_s / run.report.effective_time
+    return Pace(rows=tuple(rows), steps_left=left, eta_s=eta, read=consumed(run.config, _read(run)))
 
 
-def _cursor(run: Recorded) -> Cursor:
-    """How far the updates of the final history have read. Not what the config says: it may have been another one before."""
+def _read(run: Recorded) -> Cursor:
+    """How far the updates of the final history have read. Not what the config says: it may have been another one before; and
+    not what another run has read, with whose state this one began.
+    """
     phases = {row.attempt: row.phase for row in run.report.attempts}
     read, firsts = Counter[int](), dict[int, int]()
     for done in run.steps:

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
+from ftrain.compose.phasing import Phasing
 from ftrain.config import Config
+from ftrain.course import Cursor
 from recovery.events import (
     AttemptEnded,
     AttemptStarted,
@@ -68,6 +70,8 @@ class Recorded:
     configs: Mapping[int, Config]
     """Attempt -> the config of its layout, as far as the ledger tells it."""
     attempts: tuple[Span, ...]
+    cursor: Cursor
+    """Where it is in its data; without a config, as far as steps go."""
     steps: tuple[Done, ...]
     """The final history: ascending, each step once."""
     undone: tuple[Done, ...]
@@ -117,12 +121,14 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
     """The same from events and lines that are at hand."""
     steps, undone = _histories(events)
     final = {(done.attempt, done.record.step) for done in steps}
+    config = _config(events)
     return Recorded(
         url=url,
         report=report(events),
-        config=_config(events),
+        config=config,
         configs=_configs(events),
         attempts=tuple(_spans(events)),
+        cursor=_cursor(config, events),
         steps=steps,
         undone=undone,
         evaluations=_evaluations(events, last=steps[-1].record.step if steps else 0),
@@ -145,6 +151,14 @@ def _histories(events: Iterable[Event]) -> tuple[tuple[Done, ...], tuple[Done, .
             if known is None or known.attempt != event.attempt:
                 kept[record.step] = Done(event.attempt, record)
     return tuple(kept[step] for step in sorted(kept)), tuple(undone)
+
+
+def _cursor(config: Config | None, events: Iterable[Event]) -> Cursor:
+    followed = Phasing()
+    if config is not None:
+        for event in events:
+            followed.see(config, event)
+    return followed.cursor
 
 
 def _spans(events: Sequence[Event]) -> Iterator[Span]:

@@ -81,6 +81,7 @@ def test_a_run_changes_over_at_each_boundary_through_its_own_checkpoint(quiet: T
     ]
     ready = [event for event in events if isinstance(event, Ready)]
     assert [event.step for event in ready] == FIRSTS
+    assert [event.begun for event in ready] == [((0, 0),), ((0, 64), (8, 0)), ((0, 64), (8, 48), (14, 0))]
     assert all(event.proof.startswith("digests of") for event in ready[1:]), "state loaded = state saved, at each seam"
     assert "from phase 1 to 2" in ready[2].proof
     assert not any(isinstance(event, InterruptionClassified) for event in events)
