@@ -103,6 +103,14 @@ class AgentLink:
         self._found = living_agent(Path(self._spec.local_dir))
         return self._found is not None
 
+    def give_up(self) -> None:
+        """End the agent that was found: the run will not be ours."""
+        found, self._found = self._found, None
+        if found is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._watch(found.pid)
+                self.kill()
+
     def begin(self, epoch: int) -> None:
         """Adopt the agent that was found, or start one. Main thread only."""
         self._epoch = epoch

@@ -23,6 +23,7 @@ from recovery.desk import Desk
 from recovery.endings import Ending, ending_of, unsaved
 from recovery.handling import Handling
 from recovery.inquest import Inquest
+from recovery.inquiry import decided_before
 from recovery.journal import EventWriter, Journal
 from recovery.launch import STOP_SIGNALS, accept_stop_signals
 from recovery.loop import Loop
@@ -42,7 +43,7 @@ from recovery.placement import assign, choose, left_out
 from recovery.policy import Limits
 from recovery.reception import Reception
 from recovery.spec import CoordinatorSpec
-from recovery.state import Phase, RunState
+from recovery.state import RunState
 
 log = logging.getLogger("recovery.coordinator")
 
@@ -76,11 +77,12 @@ class Coordinator:
         self._nodes: tuple[str, ...] = ()  # of the newest attempt
         self._previous: AttemptEndInfo | None = None  # of an earlier coordinator, if the next attempt is not started yet
         self._met: set[int] = set()  # whose stock was taken
+        self._resumed = False  # an earlier coordinator left agents behind
 
     @property
     def state(self) -> RunState:
         """What is known of the run; nothing as long as it is not ours."""
-        return self.desk.journal.state if self.desk.journal is not None else RunState()
+        return self.desk.journal.state if self.desk.ours else RunState()
 
     # the story
 
@@ -103,7 +105,8 @@ class Coordinator:
         try:
             if self.spec.fleet is not None:
                 reception.listen_to_nodes(self.spec.fleet, node=self.spec.node)
-            self._begin(previous)
+            if not self._begin(previous):
+                return self._not_begun()
             reception.open()
             ending = self._live()
             ended = events.RunEnded(t=time.time(), outcome=ending.outcome, reason=ending.reason)
@@ -117,34 +120,46 @@ class Coordinator:
             reception.close()
             self.agent.close()
             self.delegate.close()
-            if self.desk.journal is not None:
+            if self.desk.ours:
                 self.desk.journal.close()
 
-    def _begin(self, previous: Owner | None) -> None:
-        resumed = self.agent.find() or (self.spec.fleet is not None and previous is not None)
+    def _begin(self, previous: Owner | None) -> bool:
+        """Whether the run is ours. Storage may be away, and agents must hear from us meanwhile, and people and schedulers be
+        heard; if they wanted a stop and it is overdue, the run is left as it is.
+        """
+        resumed = self._resumed = self.agent.find() or (self.spec.fleet is not None and previous is not None)
         links = self.desk.links()
+        self.loop.on_signal(STOP_SIGNALS, self.desk.on_signal)
+        accept_stop_signals()
 
         def take() -> tuple[Sequence[events.Event], tuple[EventWriter, RunState]]:
             return self.delegate.begin(links, resumed=resumed), self._open_ledger(self.delegate.epoch)
 
-        began, ledger = meanwhile(self.loop, take)  # storage may be away, and agents must hear from us
-        self.desk.journal = Journal(*ledger, self._on_event)
-        state = self.desk.journal.state
+        taken = meanwhile(self.loop, take, unless=lambda: self.desk.stop_overdue)
+        if taken is None:
+            return False
+        began, (writer, state) = taken
         self.delegate.recall(state)
-        self._previous = _decided_before(state, agent_survived=resumed)
+        self._previous = decided_before(state, agent_survived=resumed)
         self._nodes = state.nodes
         self.agent.expect(state.attempt, state.ranks)
-        self.desk.journal.extend(began)
         if previous is not None:  # its record was left behind: it did not live to take it away
             died = events.ProcessDied(t=time.time(), kind="coordinator", pid=previous.pid, status=None, node=previous.host)
-            self.desk.journal.append(died)
-        self.loop.on_signal(STOP_SIGNALS, self.desk.on_signal)
-        accept_stop_signals()
+            began = [*began, died]
+        self.desk.own(Journal(writer, state, self._on_event), began)
         self.agent.begin(self.delegate.epoch)
         warm()  # the classifier's tables are read now, while the agent starts, and not when a restart waits for the verdict
         self.loop.every(self.spec.tick_s, self.desk.tick)
         longest_s = RENEW_S if self.spec.fleet is None else 1.0  # over a network it also shows who is silent
         self.loop.every(min(longest_s, self.spec.lease_s / 5), self.agent.ping)
+        return True
+
+    def _not_begun(self) -> Ending:
+        """A stop that could not wait for storage any longer."""
+        self.agent.give_up()
+        self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s)
+        ending = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="stopped before the run could be taken over")
+        return unsaved(ending) if self._resumed else ending
 
     def _live(self) -> Ending:
         previous = self._previous
@@ -376,19 +391,3 @@ class Coordinator:
             self.agent.kill()
             self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s)
         return ending
-
-
-def _decided_before(state: RunState, *, agent_survived: bool) -> AttemptEndInfo | None:
-    """What an earlier coordinator decided and did not live to carry out."""
-    decision = state.last_decision
-    if decision is None or decision.attempt != state.attempt or state.phase is not Phase.WAITING:
-        return None
-    return AttemptEndInfo(
-        attempt=state.attempt,
-        workers=(),
-        verdict=None,
-        action=decision.action,
-        agent_survived=agent_survived,
-        differently=decision.differently,
-        skips=state.skips,
-    )

@@ -52,9 +52,7 @@ IMPATIENT_S = 1.0
 
 
 class Desk:
-    """Facts and their recording. `journal` is set once the run is ours."""
-
-    journal: Journal = None  # type: ignore[assignment]  # set before anything can arrive
+    """Facts and their recording. Until the run is ours there is no journal, and a stop is all that is heard."""
 
     def __init__(self, loop: Loop, delegate: Delegate, spec: CoordinatorSpec, limits: Limits) -> None:
         """Nothing is known yet."""
@@ -69,6 +67,8 @@ class Desk:
         self.ticks = 0
         """How often somebody has looked around."""
         self.answers: dict[type, Any] = {}
+        self._journal: Journal | None = None
+        self._early: list[events.Event] = []  # for the journal, once there is one
         self._loop = loop
         self._delegate = delegate
         self._stop_s = spec.stop_s
@@ -112,9 +112,31 @@ class Desk:
             places=lambda: self.elastic.places,
         )
 
+    @property
+    def ours(self) -> bool:
+        """Whether the run is ours: its ledger is open."""
+        return self._journal is not None
+
+    @property
+    def journal(self) -> Journal:
+        """Of a run that is ours."""
+        assert self._journal is not None, "the run is not ours yet"
+        return self._journal
+
+    def own(self, journal: Journal, began: Sequence[events.Event]) -> None:
+        """The run is ours: what its beginning was, and what was asked before."""
+        self._journal = journal
+        journal.extend((*began, *self._early))
+
+    def _note(self, event: events.Event) -> None:
+        if self.ours:
+            self.journal.append(event)
+        else:
+            self._early.append(event)
+
     def tick(self) -> None:
         """The delegate's turn, and another try at what the ledger did not take; not before the run is ours."""
-        if "journal" not in vars(self):
+        if not self.ours:
             return
         self.ticks += 1
         self.journal.write()
@@ -137,7 +159,7 @@ class Desk:
         """Finish the step, save, leave."""
         if self.stop_asked is None:
             self.stop_asked = time.monotonic()
-            self.journal.append(events.StopRequested(t=time.time(), by=by))
+            self._note(events.StopRequested(t=time.time(), by=by))
         self._set(replace(self.control, stop=True))
 
     def request_save(self) -> None:
@@ -168,8 +190,12 @@ class Desk:
         """Whether the workers have had their time to stop."""
         return self.hurry or (self.stop_asked is not None and time.monotonic() - self.stop_asked > self._stop_s)
 
-    def on_client(self, request: ClientRequest) -> ClientReply:
-        """`ftrain status|save|stop|drain|admit|resize`."""
+    def on_client(self, request: ClientRequest) -> ClientReply | None:
+        """`ftrain status|save|stop|drain|admit|resize`. None: the answer must wait until the run is ours. A stop
+        need not: storage may be away for an hour.
+        """
+        if not self.ours and request.kind != "stop":
+            return None
         match request.kind:
             case "status":
                 return ClientReply(ok=True, data=self.status())
@@ -183,7 +209,7 @@ class Desk:
                 return self.elastic.on_client(request)
             case kind:
                 return ClientReply(ok=False, error=f"unknown request {kind!r}; known: status, save, stop, {', '.join(KINDS)}")
-        return ClientReply(ok=True, data={"step": self.journal.state.step})
+        return ClientReply(ok=True, data={"step": self.journal.state.step} if self.ours else {})
 
     def status(self) -> dict[str, Any]:
         """The run as it stands, in plain JSON values."""
@@ -315,4 +341,4 @@ class Desk:
     def on_agent_death(self, node: str, pid: int, status: int | None, ours: bool) -> None:
         """The agent is gone, whoever ended it."""
         died = events.ProcessDied(t=time.time(), kind="agent", pid=pid, status=status, node=node, ours=ours)
-        self.journal.append(died)
+        self._note(died)

@@ -33,7 +33,8 @@ KINDS = ("drain", "admit", "resize")
 class Surroundings(Protocol):
     """What is needed of the coordinator's desk."""
 
-    journal: Journal
+    @property
+    def journal(self) -> Journal: ...
 
     @property
     def running(self) -> int | None:

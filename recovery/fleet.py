@@ -147,6 +147,9 @@ class Fleet:
         """Whether an agent of an earlier coordinator lives: that they say themselves."""
         return False
 
+    def give_up(self) -> None:
+        """The run will not be ours: agents that an earlier coordinator left behind end with their leases."""
+
     def begin(self, epoch: int) -> None:
         """Who comes from now on is let in under this epoch."""
         self._epoch = epoch

@@ -20,7 +20,7 @@ from recovery.evidence import Evidence
 from recovery.hang import culprit, with_collectives
 from recovery.journal import Journal
 from recovery.policy import Decision, Limits, decide
-from recovery.state import RunState
+from recovery.state import Phase, RunState
 
 log = logging.getLogger(__name__)
 
@@ -117,3 +117,19 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
     )
     journal.append(decided)
     return decision
+
+
+def decided_before(state: RunState, *, agent_survived: bool) -> AttemptEndInfo | None:
+    """What an earlier coordinator decided and did not live to carry out."""
+    decision = state.last_decision
+    if decision is None or decision.attempt != state.attempt or state.phase is not Phase.WAITING:
+        return None
+    return AttemptEndInfo(
+        attempt=state.attempt,
+        workers=(),
+        verdict=None,
+        action=decision.action,
+        agent_survived=agent_survived,
+        differently=decision.differently,
+        skips=state.skips,
+    )

@@ -11,8 +11,10 @@ from recovery.loop import Loop
 T = TypeVar("T")
 
 
-def meanwhile(loop: Loop, work: Callable[[], T]) -> T:
-    """What `work` returns, or raises; it runs on a thread, and the loop handles what arrives until it ends."""
+def meanwhile(loop: Loop, work: Callable[[], T], *, unless: Callable[[], bool]) -> T | None:
+    """What `work` returns, or raises; it runs on a thread, and the loop handles what arrives until it ends. None if it is not
+    worth waiting for any more (`unless`): then the thread is left to itself.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -24,7 +26,7 @@ def meanwhile(loop: Loop, work: Callable[[], T]) -> T:
         loop.wake()
 
     threading.Thread(target=run, name="meanwhile", daemon=True).start()
-    loop.wait_for(lambda: bool(results or errors))
+    loop.wait_for(lambda: bool(results or errors) or unless())
     if errors:
         raise errors[0]
-    return results[0]
+    return results[0] if results else None

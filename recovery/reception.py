@@ -37,9 +37,9 @@ class Reception:
     """The coordinator's listeners, and those who have not yet been handed on."""
 
     def __init__(
-        self, loop: Loop, on_agent: Callable[[Port, AgentHello], None], on_client: Callable[[ClientRequest], ClientReply]
+        self, loop: Loop, on_agent: Callable[[Port, AgentHello], None], on_client: Callable[[ClientRequest], ClientReply | None]
     ) -> None:
-        """Nobody can come in yet."""
+        """Nobody can come in yet. Clients whom `on_client` gives no answer are asked in again when the run is ours."""
         self._loop = loop
         self._on_agent = on_agent
         self._on_client = on_client
@@ -101,9 +101,8 @@ class Reception:
 
     def _frame(self, port: Port, frame: Frame[Any]) -> None:
         match frame.message:
-            case AgentHello() | ClientRequest() as message if self._early is not None:
-                if isinstance(message, AgentHello):
-                    self._gone(port)
+            case AgentHello() as message if self._early is not None:
+                self._gone(port)
                 self._early.append((port, message))
             case AgentHello() | ClientRequest() as message:
                 self._meet(port, message)
@@ -116,10 +115,12 @@ class Reception:
         if isinstance(message, AgentHello):
             self._gone(port)
             self._on_agent(port, message)
-        else:
-            port.send(self._answer(message))
+        elif (answer := self._answer(message)) is not None:
+            port.send(answer)
+        elif self._early is not None:
+            self._early.append((port, message))
 
-    def _answer(self, request: ClientRequest) -> ClientReply:
+    def _answer(self, request: ClientRequest) -> ClientReply | None:
         try:
             return self._on_client(request)
         except Exception as error:  # a client's question must never end the run

@@ -203,6 +203,48 @@ def test_storage_that_is_away_for_longer_than_the_lease_does_not_cost_the_worker
         assert run.wait() == ExitCode.STOPPED
 
 
+def stop_as_soon_as_somebody_hears(folder: Path) -> dict[str, object]:
+    answers: list[dict[str, object]] = []
+
+    def asked() -> bool:
+        with contextlib.suppress(NotRunningError):
+            answers.append(ask(folder, "stop", timeout_s=30.0))
+        return bool(answers)
+
+    wait_until(asked, "an answer")
+    return answers[0]
+
+
+def test_a_stop_is_heard_while_storage_is_away_and_carried_out_when_it_is_back(tmp_path):
+    with toy_run(tmp_path, steps=ENDLESS) as run:
+        parent = run.start("parent")
+        agent = run.agent_pid()
+        wait_for_steps(run)
+        (tmp_path / "away").touch()
+        (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
+        os.kill(coordinator, signal.SIGKILL)
+        assert stop_as_soon_as_somebody_hears(tmp_path) == {}
+        assert not [line for line in run.diary() if line.startswith("adopted")]
+        assert not run.events(StopRequested)
+        (tmp_path / "away").unlink()
+        assert run.wait() == ExitCode.STOPPED
+        assert workers_died(run, 0) == {0: 0, 1: 0}, "they finished their step"
+        assert [event.by for event in run.events(StopRequested)] == ["ftrain stop"]
+
+
+def test_a_stop_does_not_wait_for_storage_longer_than_a_stop_may_take(tmp_path):
+    with toy_run(tmp_path, steps=ENDLESS, spec={"stop_s": 1.0}) as run:
+        parent = run.start("parent")
+        agent = run.agent_pid()
+        wait_for_steps(run)
+        (tmp_path / "away").touch()
+        (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
+        os.kill(coordinator, signal.SIGKILL)
+        stop_as_soon_as_somebody_hears(tmp_path)
+        assert run.wait() == ExitCode.RETRY_SAME, "what the workers had in memory is not in storage"
+        assert gone(agent)
+
+
 def test_worker_that_dies_without_coordinator_is_told_to_the_next_one(tmp_path):
     with toy_run(tmp_path, steps=60, faults=(Fault(how="exit", rank=1, step=10),)) as run:
         first = run.start()

@@ -194,6 +194,8 @@ class ToyDelegate(Delegate):
         path.write_text(str(self._epoch))
         if resumed:
             time.sleep(self.toy.begin_s)  # storage is away
+        while (self.folder / "away").exists():
+            time.sleep(0.01)
         self.note("begin", f"resumed={resumed}", f"epoch={self._epoch}")
         now = time.time()
         return [
