@@ -342,6 +342,17 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     if_failed: Annotated[Literal["continue", "stop"], Meta(description="what a failed save does to the run", extra=FREE)] = (
         "continue"
     )
+    compression: Annotated[
+        Literal["none", "lz4", "zstd"],
+        Meta(
+            description="lossless compression of what goes to `run.url`, for a link that carries less than a core compresses; "
+            "the memory and local tiers stay as they are. Trained numbers shrink by a sixth (guides/s3.md)",
+            extra=FREE,
+        ),
+    ] = "none"
+    compression_level: Annotated[
+        int, Meta(ge=1, le=9, description="higher: more processor time, hardly fewer bytes", extra=FREE)
+    ] = 5
     upload_mib_s: Annotated[
         float, Meta(ge=0, description="rate that all uploads of a process keep to together, MiB/s; 0: no limit", extra=FREE)
     ] = 0.0

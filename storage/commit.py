@@ -122,8 +122,8 @@ def _require_packs(store: ObjectStore, manifest: Manifest, folder: str) -> None:
 def _record(manifest: Manifest, data: bytes, starts_from: int | None, now_s: float) -> CommitRecord:
     metric = manifest.progress.get("eval_loss")
     return CommitRecord(
-        format_version=FORMAT_VERSION,
-        min_reader=FORMAT_VERSION,
+        format_version=manifest.format_version,
+        min_reader=manifest.min_reader,
         step=manifest.step,
         epoch=manifest.epoch,
         attempt=manifest.attempt,

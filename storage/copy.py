@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import google_crc32c
+from msgspec import structs
 
 from storage.checkpoint import Checkpoint
 from storage.commit import CommitRef
 from storage.epoch import EpochRecord, read_epochs
 from storage.errors import CoverageError, Damaged, Fenced, FormatError, NoCheckpoint, ObjectMissing
 from storage.keys import commit_name, epoch_key, pack_name, step_folder
-from storage.manifest import Manifest, PackInfo
+from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record
 from storage.run import RunStore
@@ -111,7 +112,7 @@ def _commit_text(source: Checkpoint) -> str | None:
 
 def _renamed(manifest: Manifest, epoch: int) -> Manifest:
     """The same index for the packs' new names."""
-    packs = tuple(PackInfo(name=pack_name(epoch, ATTEMPT, i), nbytes=p.nbytes) for i, p in enumerate(manifest.packs))
+    packs = tuple(structs.replace(p, name=pack_name(epoch, ATTEMPT, i)) for i, p in enumerate(manifest.packs))
     return replace(manifest, epoch=epoch, attempt=ATTEMPT, packs=packs)
 
 

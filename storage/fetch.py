@@ -17,7 +17,7 @@ from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.reshard import PartRead, PlannedRange, rectangles
 
-__all__ = ["Batch", "TileBlock", "fetch", "tile_blocks"]
+__all__ = ["Batch", "TileBlock", "WrongChunk", "fetch", "tile_blocks"]
 
 IN_FLIGHT_BYTES = 64 << 20
 """What remote ranges that are fetched at the same time may hold together."""
@@ -29,12 +29,23 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class WrongChunk:
+    """Why a compressed chunk could not be had, and where it lies."""
+
+    pack: int
+    offset: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Some ranges in one buffer, which is valid only until the next batch is asked for."""
 
     buffer: Bytes
     placed: tuple[tuple[PlannedRange, int], ...]
     """Each range, and where in the buffer it begins; in order."""
+    wrong: Mapping[int, WrongChunk] | None = None
+    """Of chunks that were compressed: those that are wrong, by where in the buffer they should be. None: nobody has looked."""
 
     def bytes_of(self, planned: PlannedRange, start: int) -> Bytes:
         """The bytes of one of its ranges."""

@@ -23,6 +23,7 @@ from storage.checkpoint import Checkpoint
 from storage.commit import CommitRecord, read_manifest
 from storage.errors import Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.heal_commit import heal_commits, is_manifest_of, manifest_candidates
+from storage.heal_compressed import NotIdentical, RebuiltCompressed
 from storage.keys import step_folder
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
@@ -85,9 +86,8 @@ def heal(store: ObjectStore, step: int, donors: Sequence[Checkpoint], *, progres
         for number, pack in enumerate(manifest.packs):
             distrusted = _distrusted(target, found, number)
             if distrusted is not None:
-                key = target.prefix + pack.name
-                store.put_stream(key, _Rebuilt(target, number, same, distrusted, report))
-                report.objects.append(key)
+                _put_back(target, number, same, distrusted, report)
+                report.objects.append(target.prefix + pack.name)
         found = target.verify(progress=progress)
         if found.ok:
             return report
@@ -132,6 +132,23 @@ def _is_same(manifest: Manifest, other: Manifest) -> bool:
     """Whether two manifests describe the same state."""
     shapes = [[(spec.name, spec.shape, spec.dtype) for spec in each.arrays] for each in (manifest, other)]
     return shapes[0] == shapes[1] and bool(manifest.digests) and manifest.digests == other.digests
+
+
+def _put_back(
+    target: Checkpoint, number: int, donors: Sequence[Checkpoint], distrusted: frozenset[str], report: HealReport
+) -> None:
+    """Write a pack as it was."""
+    key = target.prefix + target.manifest.packs[number].name
+    if target.manifest.compressor is None:
+        target.store.put_stream(key, _Rebuilt(target, number, donors, distrusted, report))
+        return
+    rebuilt = RebuiltCompressed(target, number, donors, distrusted)
+    try:
+        target.store.put_stream(key, rebuilt)
+    except NotIdentical:  # some chunk here is another one than was written, though its own checksum is right
+        rebuilt = RebuiltCompressed(target, number, donors, target.names)
+        target.store.put_stream(key, rebuilt)
+    report.num_chunks += rebuilt.num_chunks
 
 
 def _distrusted(target: Checkpoint, found: VerifyReport, number: int) -> frozenset[str] | None:

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import google_crc32c
+from msgspec import structs
 
 from storage.catalog import StepFolder
 from storage.checkpoint import Checkpoint
 from storage.commit import CommitRecord, decode_commit
 from storage.errors import FormatError, ObjectMissing, StorageError
 from storage.keys import ObjectName, step_folder
-from storage.manifest import MAX_MANIFEST_BYTES, PackInfo, decode
+from storage.manifest import MAX_MANIFEST_BYTES, decode
 from storage.objects import ObjectStore
 from storage.record import MAX_RECORD_BYTES
 
@@ -75,7 +76,7 @@ def manifest_candidates(donor: Checkpoint, record: CommitRecord, folder: StepFol
     yield manifest.encode()
     names = sorted(name.name for name, _ in folder.objects if name.kind == "pack")
     if len(names) == len(manifest.packs):
-        packs = tuple(PackInfo(name=name, nbytes=pack.nbytes) for name, pack in zip(names, manifest.packs, strict=True))
+        packs = tuple(structs.replace(pack, name=name) for name, pack in zip(names, manifest.packs, strict=True))
         yield replace(manifest, epoch=record.epoch, attempt=record.attempt, packs=packs).encode()
 
 

@@ -10,6 +10,8 @@ digests, progress) is plain JSON at the front, which any tool shows.
     16..           header: JSON (see Header)
     then           the columns named in the header, each a zlib stream of little-endian unsigned integers
 
+Where the chunks are compressed, one column more has the length of each: then they cannot be found by counting.
+
 `decode` believes nothing: whatever is wrong ends in a `FormatError`, and it never allocates more than the header's own counts
 ask for, which are capped.
 """
@@ -18,9 +20,9 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import google_crc32c
@@ -29,22 +31,32 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from storage.columns import Column, read_columns, write_columns
+from storage.compress import Compressor
 from storage.errors import FormatError
 from storage.pack import ArraySpec, Part
-from storage.parts import MAX_NDIM, PartTable, spec_problems, table_problems
+from storage.parts import MAX_NDIM, PartTable, chunk_counts, spec_problems, table_problems
 from storage.record import decode_json
 
-__all__ = ["FORMAT_VERSION", "MAX_MANIFEST_BYTES", "Manifest", "PackInfo", "PackManifest", "decode"]
+__all__ = [
+    "COMPRESSED_VERSION",
+    "FORMAT_VERSION",
+    "MAX_MANIFEST_BYTES",
+    "PLAIN_VERSION",
+    "Manifest",
+    "PackInfo",
+    "PackManifest",
+    "decode",
+]
 
-FORMAT_VERSION = 1
-"""Written by this version, and the newest that it can read."""
+FORMAT_VERSION = 2
+"""The newest that this version can read."""
+
+PLAIN_VERSION, COMPRESSED_VERSION = 1, 2
+"""What is written: the oldest that says it all, so that an older reader reads what it can."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-MAX_COLUMN_BYTES = 1 << 30
-"""All columns unpacked, as stored: more than 30 million boxes. Against decompression bombs."""
-
 MAGIC = b"ftrainM1"
-POSITION_UNIT = 64
 _PACK_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _ARRAY_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _RESERVED = (".", "..", "zarr.json")
@@ -52,20 +64,27 @@ _RESERVED = (".", "..", "zarr.json")
 Natural = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class PackInfo(Struct, frozen=True, kw_only=True):
+class PackInfo(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One pack: its name inside the checkpoint's folder, and its size."""
 
     name: str
     nbytes: Natural
+    chunks_crc32c: str = ""
+    """Of a compressed pack: the crc32c of the checksums of all its chunks. Only this tells whether bytes that were made again
+    are the identical ones. (A crc of the whole pack would say nothing: bytes followed by their own crc32c have a constant one.)
+    """
 
 
-class PackManifest(Struct, frozen=True, kw_only=True):
+class PackManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one writer delivers: its pack, the boxes in it, and what they contribute to each array's digest."""
 
     pack: PackInfo
     arrays: list[ArraySpec]
     parts: list[Part]
     digests: dict[str, int]
+    compressor: Compressor | None = None
+    lengths: list[int] = []
+    """Of a compressed pack, the stored bytes of each chunk, in the order they lie."""
 
     def encode(self) -> bytes:
         """As JSON, for sending."""
@@ -77,15 +96,7 @@ class PackManifest(Struct, frozen=True, kw_only=True):
         return decode_json(data, cls, key="pack manifest")
 
 
-class Column(Struct, frozen=True, kw_only=True):
-    """One column of the part table: name, stored type, length of its zlib stream."""
-
-    name: str
-    dtype: str
-    nbytes: Natural
-
-
-class Header(Struct, frozen=True, kw_only=True):
+class Header(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The JSON at the front. Unknown fields are ignored: `min_reader` says who may not read on."""
 
     format: str
@@ -102,6 +113,9 @@ class Header(Struct, frozen=True, kw_only=True):
     ndim: Annotated[int, Meta(ge=0, le=MAX_NDIM)]
     columns: list[Column]
     progress: dict[str, Any]
+    compressor: Compressor | None = None
+    num_chunks: Natural = 0
+    """Rows of the column of lengths, if there is one."""
 
 
 class Versions(Struct, frozen=True, kw_only=True):
@@ -127,13 +141,27 @@ class Manifest:
     """Array name -> layout-free digest of its values."""
     progress: dict[str, Any]
     """The run's own record: step, data cursor, seeds. Never needed to read arrays."""
-    format_version: int = FORMAT_VERSION
-    min_reader: int = FORMAT_VERSION
+    compressor: Compressor | None = None
+    lengths: NDArray[np.uint32] | None = None
+    """Of a compressed checkpoint, the stored bytes of each chunk: part after part, as in `table`."""
+    format_version: int = PLAIN_VERSION
+    min_reader: int = PLAIN_VERSION
 
     @property
     def nbytes(self) -> int:
         """Bytes of all packs."""
         return sum(p.nbytes for p in self.packs)
+
+    @cached_property
+    def _first_chunks(self) -> NDArray[np.int64]:
+        return np.cumsum([0, *chunk_counts(self.table, self.arrays).tolist()])
+
+    def chunk_starts(self, row: int) -> NDArray[np.int64] | None:
+        """Where each chunk of a part begins in its pack, and where the last one ends; None where all have one size."""
+        if self.lengths is None:
+            return None
+        first, last = self._first_chunks[row : row + 2].tolist()
+        return np.cumsum([self.table.position[row], *self.lengths[first:last].tolist()])
 
     @property
     def parts(self) -> Iterator[tuple[PackInfo, Part]]:
@@ -157,15 +185,12 @@ class Manifest:
     def problems(self) -> list[str]:
         """Which rules of the format it breaks; the exact tiling of each array is `merge`'s and the reader's business."""
         found = [p for spec in self.arrays for p in spec_problems(spec)] + _name_problems(self)
-        return found or table_problems(self.table, self.arrays, [p.nbytes for p in self.packs])
+        found = found or _compression_problems(self)
+        return found or table_problems(self.table, self.arrays, [p.nbytes for p in self.packs], self.lengths)
 
     def encode(self) -> bytes:
         """The manifest's bytes."""
-        streams, columns = [], []
-        for name, values in _columns(self.table):
-            dtype = _narrowest(values)
-            streams.append(zlib.compress(values.astype(dtype).tobytes()))
-            columns.append(Column(name=name, dtype=dtype, nbytes=len(streams[-1])))
+        columns, streams = write_columns(self.table, self.lengths)
         header = Header(
             format="ftrain-checkpoint",
             format_version=self.format_version,
@@ -181,6 +206,8 @@ class Manifest:
             ndim=self.table.offset.shape[1],
             columns=columns,
             progress=self.progress,
+            compressor=self.compressor,
+            num_chunks=0 if self.lengths is None else len(self.lengths),
         )
         raw = msgspec.json.encode(header)
         body = b"".join([struct.pack("<I", len(raw)), raw, *streams])
@@ -192,7 +219,10 @@ def decode(data: bytes, *, key: str = "manifest") -> Manifest:
     header, rest = _split(data, key)
     if header.format != "ftrain-checkpoint":
         raise FormatError(f"{key} is not a checkpoint manifest", key)
-    table = _read_table(header, rest, key)
+    num_chunks = header.num_chunks if header.compressor else None
+    table, lengths = read_columns(
+        rest, header.columns, ndim=header.ndim, num_parts=header.num_parts, num_chunks=num_chunks, key=key
+    )
     manifest = Manifest(
         step=header.step,
         epoch=header.epoch,
@@ -203,6 +233,8 @@ def decode(data: bytes, *, key: str = "manifest") -> Manifest:
         table=table,
         digests=_digests(header, key),
         progress=header.progress,
+        compressor=header.compressor,
+        lengths=lengths,
         format_version=header.format_version,
         min_reader=header.min_reader,
     )
@@ -228,62 +260,16 @@ def _split(data: bytes, key: str) -> tuple[Header, memoryview]:
     return decode_json(raw, Header, key=key), memoryview(data)[16 + length :]
 
 
-def _columns(table: PartTable) -> list[tuple[str, NDArray[np.int64]]]:
-    """The stored columns, in order. Positions count in units of 64 bytes, offsets and shapes in elements."""
-    ndim = table.offset.shape[1]
-    boxes = [
-        (f"{what}{k}", matrix[:, k]) for what, matrix in (("offset", table.offset), ("shape", table.shape)) for k in range(ndim)
+def _compression_problems(manifest: Manifest) -> list[str]:
+    if manifest.compressor is None:
+        return []
+    if manifest.min_reader < COMPRESSED_VERSION:
+        return [f"it is compressed, and says that a reader of version {manifest.min_reader} may read it"]
+    return [
+        f"pack {pack.name} is compressed, and has no checksum of its chunks: {pack.chunks_crc32c[:20]!r}"
+        for pack in manifest.packs
+        if not re.fullmatch("[0-9a-f]{8}", pack.chunks_crc32c)
     ]
-    return [("array", table.array), ("pack", table.pack), ("position", table.position // POSITION_UNIT), *boxes]
-
-
-def _narrowest(values: NDArray[np.int64]) -> str:
-    top = int(values.max(initial=0))
-    return next(f"<u{n}" for n in (1, 2, 4, 8) if top < 1 << (8 * n))
-
-
-def _read_table(header: Header, rest: memoryview, key: str) -> PartTable:
-    names = [
-        "array",
-        "pack",
-        "position",
-        *(f"offset{k}" for k in range(header.ndim)),
-        *(f"shape{k}" for k in range(header.ndim)),
-    ]
-    if [c.name for c in header.columns] != names or any(c.dtype not in ("<u1", "<u2", "<u4", "<u8") for c in header.columns):
-        raise FormatError(f"{key} has unknown columns", key)
-    if sum(c.nbytes for c in header.columns) != len(rest):
-        raise FormatError(f"{key} has {len(rest)} bytes of columns, its header says otherwise", key)
-    if header.num_parts * sum(int(c.dtype[2]) for c in header.columns) > MAX_COLUMN_BYTES:
-        raise FormatError(f"{key} claims {header.num_parts} parts", key)
-    values, at = [], 0
-    for column in header.columns:
-        values.append(_inflate(rest[at : at + column.nbytes], column, header.num_parts, key))
-        at += column.nbytes
-    ndim, rows = header.ndim, header.num_parts
-    boxes = values[3:]
-    return PartTable(
-        array=values[0],
-        pack=values[1],
-        position=values[2] * POSITION_UNIT,
-        offset=np.stack(boxes[:ndim], axis=1) if ndim else np.zeros((rows, 0), np.int64),
-        shape=np.stack(boxes[ndim:], axis=1) if ndim else np.zeros((rows, 0), np.int64),
-    )
-
-
-def _inflate(stream: memoryview, column: Column, rows: int, key: str) -> NDArray[np.int64]:
-    nbytes = rows * int(column.dtype[2])
-    inflater = zlib.decompressobj()
-    try:
-        raw = inflater.decompress(stream, nbytes + 1)
-    except zlib.error as problem:
-        raise FormatError(f"{key}: column {column.name} cannot be unpacked: {problem}", key) from problem
-    if len(raw) != nbytes or not inflater.eof or inflater.unused_data:
-        raise FormatError(f"{key}: column {column.name} does not have {rows} rows", key)
-    values = np.frombuffer(raw, column.dtype)
-    if values.max(initial=0) > 1 << 56:
-        raise FormatError(f"{key}: column {column.name} has a number out of range", key)
-    return values.astype(np.int64)
 
 
 def _digests(header: Header, key: str) -> dict[str, int]:

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from storage.box import Box, coverage_problems
+from storage.compress import Compressor
 from storage.digest import MASK
 from storage.errors import CoverageError, FormatError
-from storage.manifest import Manifest, PackInfo, PackManifest
+from storage.manifest import COMPRESSED_VERSION, PLAIN_VERSION, Manifest, PackInfo, PackManifest
 from storage.pack import ArraySpec
 from storage.parts import PartTable
 
@@ -74,6 +78,10 @@ def join(
         table=gathered.table(names),
         digests={name: gathered.digests.get(name, 0) for name in names},
         progress=progress,
+        compressor=gathered.compressor,
+        lengths=gathered.all_lengths(),
+        format_version=gathered.version,
+        min_reader=gathered.version,
     )
     return manifest, list(gathered.problems)
 
@@ -88,6 +96,8 @@ class _Gathered:
         self.digests: dict[str, int] = {}
         self.tables: list[PartTable] = []
         self.packs: list[PackInfo] = []
+        self.compressor: Compressor | None = None
+        self.lengths: list[NDArray[np.uint32]] = []
         self.problems: list[str] = []
 
     def add(self, delivery: PackManifest) -> None:
@@ -101,8 +111,27 @@ class _Gathered:
         if odd:
             self.problems.append(f"{delivery.pack.name}: parts or digests that do not fit its arrays: {', '.join(sorted(odd))}")
         elif delivery.parts:
+            self._add_chunks(delivery)
             self.tables.append(PartTable.of(delivery.parts, self.number, len(self.packs)))
             self.packs.append(delivery.pack)
+
+    def _add_chunks(self, delivery: PackManifest) -> None:
+        """The lengths of its chunks: all packs are compressed alike, or none is (an array has one codec in the Zarr view)."""
+        if not self.packs:
+            self.compressor = delivery.compressor
+        elif self.compressor != delivery.compressor:
+            said = f"{delivery.compressor or 'not at all'}, and {self.packs[0].name}: {self.compressor or 'not at all'}"
+            self.problems.append(f"{delivery.pack.name} is compressed: {said}")
+        self.lengths.append(np.array(delivery.lengths, np.uint32))
+
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return PLAIN_VERSION if self.compressor is None else COMPRESSED_VERSION
+
+    def all_lengths(self) -> NDArray[np.uint32] | None:
+        """Of every chunk of all packs, if they are compressed."""
+        return None if self.compressor is None else np.concatenate(self.lengths)
 
     def table(self, names: list[str]) -> PartTable:
         """All rows, with array indices that count in the order of `names` instead of that of arrival."""

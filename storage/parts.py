@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.compress import MAX_EXTRA_BYTES, MIN_STORED_BYTES
 from storage.grid import DTYPES, MAX_CHUNK_BYTES
 from storage.pack import ALIGNMENT, CRC_BYTES, ArraySpec, Part
 
-__all__ = ["PartTable", "spec_problems", "table_problems"]
+__all__ = ["PartTable", "chunk_counts", "spec_problems", "table_problems"]
 
 Ints = NDArray[np.int64]
 
@@ -116,8 +117,13 @@ def spec_problems(spec: ArraySpec) -> list[str]:
     return []
 
 
-def table_problems(table: PartTable, arrays: Sequence[ArraySpec], pack_nbytes: Sequence[int]) -> list[str]:
-    """Which rules the boxes break, given valid specs: bounds, grid, order, overlap in a pack, number of elements in all."""
+def table_problems(
+    table: PartTable, arrays: Sequence[ArraySpec], pack_nbytes: Sequence[int], lengths: NDArray[np.integer] | None = None
+) -> list[str]:
+    """Which rules the boxes break, given valid specs: bounds, grid, order, overlap in a pack, number of elements in all.
+
+    `lengths`: of each chunk, where they are compressed.
+    """
     if table.offset.shape[1] != max((len(s.shape) for s in arrays), default=0):
         return ["the parts have another number of dimensions than the arrays"]
     if not len(table):
@@ -140,9 +146,32 @@ def table_problems(table: PartTable, arrays: Sequence[ArraySpec], pack_nbytes: S
         bad = np.flatnonzero(broken.any(axis=1))
         if len(bad):
             return [f"part {bad[0]} of {arrays[int(table.array[bad[0]])].name} {text}"]
-    nbytes = (-(-table.shape // tiles)).prod(axis=1) * (chunk_nbytes[table.array] + CRC_BYTES)
+    counts = (-(-table.shape // tiles)).prod(axis=1)
+    if lengths is None:
+        nbytes = counts * (chunk_nbytes[table.array] + CRC_BYTES)
+    else:
+        odd = _length_problems(lengths, counts, chunk_nbytes[table.array])
+        if odd:
+            return odd
+        nbytes = np.add.reduceat(lengths.astype(np.int64), np.cumsum(counts) - counts)
     problems = _order_problems(table, nbytes, np.asarray(pack_nbytes, dtype=np.int64))
     return problems or _volume_problems(table, arrays)
+
+
+def chunk_counts(table: PartTable, arrays: Sequence[ArraySpec]) -> Ints:
+    """Chunks of each part."""
+    _, tile, _ = _spec_matrices(arrays, table.offset.shape[1])
+    counts: Ints = (-(-table.shape // tile[table.array])).prod(axis=1)
+    return counts
+
+
+def _length_problems(lengths: NDArray[np.integer], counts: Ints, chunk_nbytes: Ints) -> list[str]:
+    """What is wrong with the lengths of compressed chunks, `counts` in each part, whose values have `chunk_nbytes` each."""
+    if counts.max() > len(lengths) or len(lengths) != counts.sum():  # the first also keeps the sum from overflowing
+        return [f"there are lengths of {len(lengths)} chunks for {counts.sum()}"]
+    most = np.repeat(chunk_nbytes + MAX_EXTRA_BYTES, counts)
+    bad = np.flatnonzero((lengths < MIN_STORED_BYTES) | (lengths > most))
+    return [f"chunk {bad[0]} has {lengths[bad[0]]} bytes"] if len(bad) else []
 
 
 def _spec_matrices(arrays: Sequence[ArraySpec], ndim: int) -> tuple[Ints, Ints, Ints]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from storage.box import Box
 from storage.errors import CoverageError, Damaged
 from storage.fetch import Batch, TileBlock, fetch, tile_blocks
+from storage.inflate import Inflater
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.pack import bits_dtype, blocks, chunk_crcs, stored_crcs
@@ -67,14 +68,16 @@ def load(store: ObjectStore, manifest: Manifest, wants: Sequence[Want], *, prefi
         raise CoverageError(f"destinations do not fit: {'; '.join(problems[:8])}", problems=problems)
     plan = plan_reads(manifest, [(want.array, want.box) for want in wants], limits=LIMITS)
     num_chunks = 0
-    for batch in fetch(store, manifest, plan.ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
-        for block in tile_blocks(batch, plan.parts):
-            part = plan.parts[block.part]
-            wrong = wrong_chunks(batch.buffer, block, part)
-            if wrong:
-                raise damage(manifest, batch, part, block.start + wrong[0] * part.geometry.stride)
-            num_chunks += math.prod(block.shape)
-            _scatter(batch.buffer, block, part, [wants[i] for i in part.wants])
+    inflater = Inflater(plan.parts, scratch_bytes=SCRATCH_BYTES)
+    for stored in fetch(store, manifest, plan.ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
+        for batch in inflater.batches(stored):
+            for block in tile_blocks(batch, plan.parts):
+                part = plan.parts[block.part]
+                wrong = wrong_chunks(batch, block, part)
+                if wrong:
+                    raise damage(manifest, batch, part, block.start + wrong[0] * part.geometry.stride)
+                num_chunks += math.prod(block.shape)
+                _scatter(batch.buffer, block, part, [wants[i] for i in part.wants])
     return LoadReport(plan.wanted_bytes, plan.read_bytes, len(plan.ranges), num_chunks)
 
 
@@ -91,17 +94,22 @@ def _destination_problems(manifest: Manifest, want: Want) -> list[str]:
 
 def damage(manifest: Manifest, batch: Batch, part: PartRead, position: int) -> Damaged:
     """The error for a chunk that begins at byte `position` of a batch."""
-    number, offset = batch.origin(position)
+    if batch.wrong is None:
+        (number, offset), reason = batch.origin(position), "does not match its crc32c"
+    else:
+        found = batch.wrong[position]
+        number, offset, reason = found.pack, found.offset, found.reason
     array, pack = manifest.arrays[part.array].name, manifest.packs[number].name
-    message = f"{array}: the chunk at byte {offset} of {pack} does not match its crc32c"
-    return Damaged(message, array=array, pack=pack, offset=offset)
+    return Damaged(f"{array}: the chunk at byte {offset} of {pack} {reason}", array=array, pack=pack, offset=offset)
 
 
-def wrong_chunks(buffer: Bytes, block: TileBlock, part: PartRead) -> list[int]:
-    """Which chunks of a block do not match the crc32c behind them."""
+def wrong_chunks(batch: Batch, block: TileBlock, part: PartRead) -> list[int]:
+    """Which chunks of a block do not match the crc32c behind them, or could not be inflated."""
+    if batch.wrong is not None:
+        return [(at - block.start) // part.geometry.stride for at in batch.wrong if block.start <= at < block.stop]
     count = math.prod(block.shape)
-    crcs = chunk_crcs(buffer, block.start, part.geometry, count)
-    wrong: list[int] = np.flatnonzero(crcs != stored_crcs(buffer, block.start, part.geometry, count)).tolist()
+    crcs = chunk_crcs(batch.buffer, block.start, part.geometry, count)
+    wrong: list[int] = np.flatnonzero(crcs != stored_crcs(batch.buffer, block.start, part.geometry, count)).tolist()
     return wrong
 
 

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage.box import Box, coverage_problems
 from storage.errors import CoverageError
 from storage.manifest import Manifest
 from storage.pack import PartGeometry
 
-__all__ = ["PartRead", "PlannedRange", "ReadLimits", "ReadPlan", "Span", "group_spans", "plan_reads", "rectangles"]
+__all__ = ["PartRead", "PlannedRange", "ReadLimits", "ReadPlan", "Span", "cut_spans", "group_spans", "plan_reads", "rectangles"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class PartRead:
     geometry: PartGeometry
     wants: tuple[int, ...]
     """Which of the wanted boxes."""
+    starts: NDArray[np.int64] | None = None
+    """Of compressed chunks: where each begins in the pack, and where the last one ends. Else all have the same size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def plan_reads(manifest: Manifest, wants: Sequence[tuple[str, Box]], *, limits: 
         number = int(manifest.table.array[row])
         spec = manifest.arrays[number]
         box = Box(*manifest.table.box(row, len(spec.shape)))
-        part = PartRead(number, box, PartGeometry.of(spec, box.shape), tuple(touched[row]))
+        part = PartRead(number, box, PartGeometry.of(spec, box.shape), tuple(touched[row]), manifest.chunk_starts(row))
         pack, position = int(manifest.table.pack[row]), int(manifest.table.position[row])
         boxes = [wants[i][1] for i in part.wants]
         spans += [(pack, span) for span in _part_spans(len(parts), part, position, boxes, limits.range_bytes)]
@@ -131,12 +134,24 @@ def _touched_rows(manifest: Manifest, wants: Sequence[tuple[str, Box]]) -> tuple
 
 def _part_spans(index: int, part: PartRead, position: int, boxes: Sequence[Box], range_bytes: int) -> Iterator[Span]:
     """Runs of wanted chunks of one part, none longer than a range."""
-    stride, most = part.geometry.stride, max(1, range_bytes // part.geometry.stride)
     for start, stop in _runs(part, boxes):
-        for first in range(start, stop, most):
-            count = min(most, stop - first)
-            at = position + first * stride
-            yield Span(index, first, count, at, at + count * stride)
+        yield from cut_spans(index, part, position, range(start, stop), range_bytes)
+
+
+def cut_spans(index: int, part: PartRead, position: int, chunks: range, most_bytes: int) -> Iterator[Span]:
+    """A run of chunks of a part that begins at `position`, in pieces of at most `most_bytes`, or of one chunk."""
+    first, stride, starts = chunks.start, part.geometry.stride, part.starts
+    while first < chunks.stop:
+        if starts is None:
+            last = first + max(1, most_bytes // stride)
+        else:
+            last = max(first + 1, int(np.searchsorted(starts, starts[first] + most_bytes, "right")) - 1)
+        last = min(last, chunks.stop)
+        if starts is None:
+            yield Span(index, first, last - first, position + first * stride, position + last * stride)
+        else:
+            yield Span(index, first, last - first, int(starts[first]), int(starts[last]))
+        first = last
 
 
 def _runs(part: PartRead, boxes: Sequence[Box]) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,11 +23,12 @@ from storage.box import Box
 from storage.digest import MASK, digest_tiles
 from storage.errors import Damaged, FormatError, ObjectMissing
 from storage.fetch import Batch, TileBlock, fetch, tile_blocks
-from storage.manifest import Manifest
+from storage.inflate import Inflater
+from storage.manifest import Manifest, PackInfo
 from storage.objects import ObjectStore
-from storage.pack import PartGeometry
+from storage.pack import CRC_BYTES, PartGeometry
 from storage.reader import LIMITS, SCRATCH_BYTES, Progress, block_corner, damage, wrong_chunks
-from storage.reshard import PartRead, PlannedRange, Span
+from storage.reshard import PartRead, PlannedRange, Span, cut_spans
 from storage.zarr_view import is_reference_of, stored_views
 
 __all__ = ["Problem", "VerifyReport", "verify", "view_problems"]
@@ -75,19 +77,23 @@ class _Findings:
         self.problems: list[Problem] = []
         self.num_chunks = 0
         self.read_bytes = 0
+        self.crc = 0
+        """Of the checksums of the compressed chunks that were read of a pack so far."""
         self.digests: dict[str, int] = defaultdict(int)
 
-    def take(self, batch: Batch, parts: dict[int, PartRead]) -> None:
+    def take(self, batch: Batch, parts: dict[int, PartRead], inflater: Inflater) -> None:
         """Check some ranges."""
         for planned, start in batch.placed:
             at, data = planned.start, batch.bytes_of(planned, start)
             for span in planned.spans:
                 self._gap(planned, data, at, span.position)
+                self._add_checksums(data, planned.start, span, parts[span.part])
                 at = span.stop
             self._gap(planned, data, at, planned.stop)
             self.read_bytes += planned.stop - planned.start
-        for block in tile_blocks(batch, parts):
-            self._block(batch, block, parts[block.part])
+        for plain in inflater.batches(batch):
+            for block in tile_blocks(plain, parts):
+                self._block(plain, block, parts[block.part])
 
     def _gap(self, planned: PlannedRange, data: NDArray[np.uint8], start: int, stop: int) -> None:
         filled = np.flatnonzero(data[start - planned.start : stop - planned.start])
@@ -97,11 +103,23 @@ class _Findings:
 
     def _block(self, batch: Batch, block: TileBlock, part: PartRead) -> None:
         spec = self.manifest.arrays[part.array]
-        for number in wrong_chunks(batch.buffer, block, part):
+        for number in wrong_chunks(batch, block, part):
             found = damage(self.manifest, batch, part, block.start + number * part.geometry.stride)
             self.problems.append(Problem(str(found), found.array, found.pack, found.offset))
         self.digests[spec.name] += digest_tiles(batch.buffer, block.start, spec, block_corner(block, part), block.shape)
         self.num_chunks += math.prod(block.shape)
+
+    def _add_checksums(self, data: NDArray[np.uint8], origin: int, span: Span, part: PartRead) -> None:
+        if part.starts is not None:
+            ends = part.starts[span.first + 1 : span.first + span.count + 1] - origin
+            self.crc = google_crc32c.extend(self.crc, data[ends[:, None] - CRC_BYTES + np.arange(CRC_BYTES)].tobytes())
+
+    def compare_pack(self, pack: PackInfo) -> None:
+        """The checksums of a compressed pack against what the manifest says, which is news only where all of them hold."""
+        wanted = pack.chunks_crc32c
+        if wanted and f"{self.crc:08x}" != wanted and not any(p.pack == pack.name for p in self.problems):
+            self.problems.append(Problem(f"{pack.name} has other chunks than those that were committed", pack=pack.name))
+        self.crc = 0
 
     def report(self, *, complete: bool) -> VerifyReport:
         """All of it. Digests are worth something only if everything was read."""
@@ -134,16 +152,19 @@ def verify(
         raise ValueError(f"sample is a share between 0 and 1, got {sample}")
     findings, draw = _Findings(manifest), random.Random(seed)
     parts, rows = dict(_all_parts(manifest)), _rows_by_pack(manifest)
+    inflater = Inflater(parts, scratch_bytes=SCRATCH_BYTES)
     for number, info in enumerate(manifest.packs):
         findings.problems += _size_problems(store, prefix + info.name, info.name, info.nbytes)
         ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if draw.random() < sample]
         try:
             for batch in fetch(store, manifest, ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
-                findings.take(batch, parts)
+                findings.take(batch, parts, inflater)
                 if progress:
                     progress(findings.read_bytes, manifest.nbytes)
         except (Damaged, ObjectMissing) as problem:
             findings.problems.append(Problem(str(problem), pack=info.name))
+        if sample == 1.0:
+            findings.compare_pack(info)
     if sample < 1.0 and not findings.num_chunks:
         return verify(store, manifest, prefix=prefix, sample=1.0, progress=progress)
     if sample == 1.0:
@@ -156,7 +177,7 @@ def _all_parts(manifest: Manifest) -> Iterator[tuple[int, PartRead]]:
         number = int(manifest.table.array[row])
         spec = manifest.arrays[number]
         box = Box(*manifest.table.box(row, len(spec.shape)))
-        yield row, PartRead(number, box, PartGeometry.of(spec, box.shape), ())
+        yield row, PartRead(number, box, PartGeometry.of(spec, box.shape), (), manifest.chunk_starts(row))
 
 
 def _rows_by_pack(manifest: Manifest) -> list[range]:
@@ -168,12 +189,8 @@ def _pack_ranges(manifest: Manifest, pack: int, rows: range, parts: dict[int, Pa
     """Ranges that together are the whole pack, cut between chunks."""
     start, spans = 0, list[Span]()
     for row in rows:
-        geometry, position = parts[row].geometry, int(manifest.table.position[row])
-        most = max(1, LIMITS.range_bytes // geometry.stride)
-        for first in range(0, geometry.num_chunks, most):
-            count = min(most, geometry.num_chunks - first)
-            at = position + first * geometry.stride
-            span = Span(row, first, count, at, at + count * geometry.stride)
+        part, position = parts[row], int(manifest.table.position[row])
+        for span in cut_spans(row, part, position, range(part.geometry.num_chunks), LIMITS.range_bytes):
             if spans and span.stop - start > LIMITS.range_bytes:
                 yield PlannedRange(pack, start, spans[-1].stop, tuple(spans))
                 start, spans = spans[-1].stop, []

@@ -6,17 +6,19 @@
 (zarr and fsspec want to be told that the store behind a remote reference is asynchronous; `open_zarr` does it.)
 
 A chunk in a pack is exactly what Zarr's `bytes` and `crc32c` codecs make, so the references point straight into the packs and
-stock zarr checks every checksum. Three things need care:
+stock zarr checks every checksum. Some things need care:
 
 - Stock zarr has no bfloat16, and refuses even to list a consolidated group that holds one: bfloat16 arrays are shown as their
   uint16 bits with the attribute dtype="bfloat16". `open_zarr` shows them as float32 that hold exactly the bfloat16 values
   (NumPy has no bfloat16), by a codec that is registered only when it is called.
+- Compressed chunks have Zarr's own codec for it between the two: `blosc`.
 - A missing chunk reads as the fill value, so the fill value is NaN (for integers the most extreme one): never a plausible zero.
 - The pack's folder is a template: a copy opens with storage_options={"template_overrides": {"u": NEW_FOLDER}}.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,13 @@ import google_crc32c
 import msgspec
 import numpy as np
 
+from storage.compress import Compressor
 from storage.errors import FormatError
 from storage.keys import view_name
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.pack import ArraySpec, PartGeometry
+from storage.parts import chunk_counts
 from storage.record import decode_json
 
 if TYPE_CHECKING:
@@ -75,7 +79,7 @@ def array_files(manifest: Manifest, arrays: Collection[str], *, base_url: str) -
     """Names and contents of the reference files of single arrays, each made when it is asked for."""
     for number, spec in enumerate(manifest.arrays):
         if spec.name in arrays:
-            refs = [_entry("zarr.json", array_metadata(spec)), *_chunk_refs(manifest, number, "")]
+            refs = [_entry("zarr.json", array_metadata(spec, manifest.compressor)), *_chunk_refs(manifest, number, "")]
             yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
 
 
@@ -94,7 +98,7 @@ def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
     names = [spec.name for spec in manifest.arrays]
     groups = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     metadata = {group: group_metadata({}) for group in sorted(groups)}
-    metadata |= {spec.name: array_metadata(spec) for spec in manifest.arrays}
+    metadata |= {spec.name: array_metadata(spec, manifest.compressor) for spec in manifest.arrays}
     root = group_metadata({"format": "ftrain-checkpoint", "step": manifest.step})
     refs = [_entry("zarr.json", root | {"consolidated_metadata": _consolidated(metadata)})]
     refs += [_entry(f"{name}/zarr.json", content) for name, content in metadata.items()]
@@ -113,7 +117,7 @@ def _consolidated(metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"kind": "inline", "must_understand": False, "metadata": metadata}
 
 
-def array_metadata(spec: ArraySpec) -> dict[str, Any]:
+def array_metadata(spec: ArraySpec, compressor: Compressor | None = None) -> dict[str, Any]:
     """The zarr.json of one array, for stock zarr."""
     bfloat16 = spec.dtype == "bfloat16"
     endian = {"configuration": {"endian": "little"}} if spec.itemsize > 1 else {}
@@ -125,10 +129,18 @@ def array_metadata(spec: ArraySpec) -> dict[str, Any]:
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": spec.tile}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _fill_value(spec.dtype),
-        "codecs": [{"name": "bytes", **endian}, {"name": "crc32c"}],
+        "codecs": [{"name": "bytes", **endian}, *_compressing(compressor, spec), {"name": "crc32c"}],
         "attributes": {**spec.attributes, **({"dtype": "bfloat16"} if bfloat16 else {})},
         "storage_transformers": [],
     }
+
+
+def _compressing(compressor: Compressor | None, spec: ArraySpec) -> list[dict[str, Any]]:
+    """The codec between the bytes and their checksum."""
+    if compressor is None:
+        return []
+    how = {"cname": compressor.cname, "clevel": compressor.clevel, "shuffle": compressor.shuffle}
+    return [{"name": compressor.name, "configuration": {**how, "typesize": spec.itemsize, "blocksize": 0}}]
 
 
 def _fill_value(dtype: str) -> str | int | bool:
@@ -144,11 +156,7 @@ def _fill_value(dtype: str) -> str | int | bool:
 
 def num_chunks(manifest: Manifest) -> int:
     """Chunks of all arrays."""
-    table = manifest.table
-    tiles = np.ones_like(table.shape)
-    for number, spec in enumerate(manifest.arrays):
-        tiles[table.array == number, : len(spec.tile)] = spec.tile
-    return int((-(-table.shape // tiles)).prod(axis=1).sum())
+    return int(chunk_counts(manifest.table, manifest.arrays).sum())
 
 
 def _entry(key: str, content: dict[str, Any]) -> str:
@@ -169,9 +177,12 @@ def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Iterator[str]:
         for start, tile, count in zip(offset, spec.tile, geometry.grid, strict=True):
             cells = [f"/{cell}" for cell in range(start // tile, start // tile + count)]
             names = [name + cell for name in names for cell in cells]
-        middle, end = f'":["{{{{u}}}}/{manifest.packs[int(table.pack[row])].name}",', f",{geometry.stride}]"
-        position = int(table.position[row])
-        yield from [f"{name}{middle}{position + at * geometry.stride}{end}" for at, name in enumerate(names)]
+        middle = f'":["{{{{u}}}}/{manifest.packs[int(table.pack[row])].name}",'
+        starts = manifest.chunk_starts(row)
+        if starts is None:
+            starts = int(table.position[row]) + geometry.stride * np.arange(geometry.num_chunks + 1)
+        places = itertools.pairwise(starts.tolist())
+        yield from [f"{name}{middle}{at},{stop - at}]" for name, (at, stop) in zip(names, places, strict=True)]
 
 
 def _reference(refs: list[str], base_url: str) -> bytes:

@@ -17,6 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotState
+from storage.compress import Compressor
+from storage.deflate import Deflated
+from storage.manifest import PackManifest
+from storage.objects import Bytes
 from storage.sealing import sealing
 
 BLOCK_NBYTES = 32 * 2**20  # past the page cache a disk wants large writes: with 4 MiB it took 1.3 times as long as with these
@@ -37,12 +41,20 @@ class SlotStream:
     """
 
     def __init__(
-        self, slot: ArenaSlot, *, digests: dict[str, int] | None = None, each: Callable[[], None] = lambda: None
+        self,
+        slot: ArenaSlot,
+        *,
+        digests: dict[str, int] | None = None,
+        each: Callable[[], None] = lambda: None,
+        compressor: Compressor | None = None,
     ) -> None:
-        """`digests`: known from an earlier pass over the same snapshot. `each` is called after every block."""
+        """`digests`: known from an earlier pass over the same snapshot. `each` is called after every block. With `compressor`
+        the blocks are those of a compressed pack, which `described` describes when they have been read.
+        """
         self._slot, self._each = slot, each
         self._header, self._layout, self._payload = slot.header(), slot.table().layout(), slot.payload()
         self._known, self._digests = bool(digests), digests or dict.fromkeys(self._layout.specs, 0)
+        self._deflated = Deflated(self._payload, self._layout, compressor, ready=self._wait) if compressor else None
         self._whole = self._header.state is SlotState.COMPLETE
         self._sealed = self._known and self._header.sealed
         self._final = self._layout.nbytes if self._sealed else 0
@@ -59,13 +71,21 @@ class SlotStream:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def __iter__(self) -> Iterator[memoryview]:
+    def __iter__(self) -> Iterator[Bytes]:
+        for block in self._deflated or self._plain():
+            yield block
+            self._each()
+
+    def _plain(self) -> Iterator[memoryview]:
         view, nbytes = self._payload.data, self._layout.nbytes
         for start in range(0, nbytes, BLOCK_NBYTES):
             stop = min(start + BLOCK_NBYTES, nbytes)
             self._wait(stop)
             yield view[start:stop]
-            self._each()
+
+    def described(self, plain: PackManifest) -> PackManifest:
+        """What the blocks that were read are, given what the slot holds."""
+        return self._deflated.described(plain) if self._deflated else plain
 
     @property
     def lost(self) -> bool:

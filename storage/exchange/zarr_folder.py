@@ -18,6 +18,8 @@ import google_crc32c
 import msgspec
 import numpy as np
 
+from storage.compress import Compressor
+from storage.compress import compress as press
 from storage.exchange.tensor import SLAB_BYTES, Tensor, slabs
 from storage.grid import DTYPES
 from storage.objects import ObjectStore
@@ -26,7 +28,7 @@ from storage.zarr_view import array_metadata, group_metadata
 
 __all__ = ["write_zarr"]
 
-LEVEL = 5  # of 9: higher ones take longer and save nothing on numbers
+COMPRESSOR = Compressor()  # higher levels take longer and save nothing on numbers
 
 
 def write_zarr(
@@ -39,7 +41,7 @@ def write_zarr(
         for number, box in enumerate(slabs(tensor.shape, DTYPES[tensor.dtype])):
             cell = [str(number), *("0" for _ in tensor.shape[1:])] if tensor.shape else []
             store.put("/".join([tensor.name, "c", *cell]), _chunk(tensor.read(box), spec, compress))
-        metadata[tensor.name] = _metadata(spec, compress)
+        metadata[tensor.name] = array_metadata(spec, COMPRESSOR if compress else None)
         store.put(f"{tensor.name}/zarr.json", msgspec.json.encode(metadata[tensor.name]))
     for group in sorted({t.name[:i] for t in tensors for i, c in enumerate(t.name) if c == "/"}):
         metadata[group] = group_metadata({})
@@ -55,23 +57,10 @@ def _spec(tensor: Tensor) -> ArraySpec:
     return ArraySpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, tile=first.shape)
 
 
-def _metadata(spec: ArraySpec, compress: bool) -> dict[str, object]:
-    """That of the view, with the compressor between the bytes and their checksum."""
-    metadata = array_metadata(spec)
-    if compress:
-        shuffle = {"shuffle": "bitshuffle", "typesize": spec.itemsize, "blocksize": 0}
-        first, last = metadata["codecs"]
-        metadata["codecs"] = [first, {"name": "blosc", "configuration": {"cname": "lz4", "clevel": LEVEL, **shuffle}}, last]
-    return metadata
-
-
 def _chunk(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]], spec: ArraySpec, compress: bool) -> bytes:
     """A whole chunk (the last one padded with zeros) and its checksum."""
     raw = np.ascontiguousarray(values).tobytes()
     raw += bytes(math.prod(spec.tile) * spec.itemsize - len(raw))
     if compress:
-        from numcodecs.blosc import BITSHUFFLE, Blosc
-
-        packed = Blosc(cname="lz4", clevel=LEVEL, shuffle=BITSHUFFLE).encode(np.frombuffer(raw, f"<u{spec.itemsize}"))
-        raw = bytes(packed)
+        return press(np.frombuffer(raw, np.uint8), COMPRESSOR, spec.itemsize)
     return raw + struct.pack("<I", google_crc32c.value(raw))

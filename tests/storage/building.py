@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from storage.box import Box
 from storage.commit import CommitRef
+from storage.compress import Compressor
+from storage.deflate import Deflated
 from storage.digest import digest_part
 from storage.keys import pack_name
 from storage.manifest import Manifest, PackInfo, PackManifest
@@ -42,6 +44,16 @@ def random_values(specs: Mapping[str, ArraySpec], seed: int) -> Values:
     return values
 
 
+def smooth_values(specs: Mapping[str, ArraySpec], seed: int) -> Values:
+    """Bits of normal numbers: as with trained ones, their signs and exponents can be compressed and the rest is noise."""
+    rng = np.random.default_rng(seed)
+    values = {}
+    for name, spec in specs.items():
+        bits = rng.standard_normal(spec.shape).astype("<f4").view("<u4")
+        values[name] = (bits >> np.uint32(16) if spec.itemsize == 2 else bits).astype(f"<u{spec.itemsize}")
+    return values
+
+
 def even_cut(spec: ArraySpec, parts: int, dim: int = 0) -> list[Box]:
     """At most `parts` boxes along one dimension, on the grid."""
     if not spec.shape:
@@ -69,7 +81,11 @@ def deal(specs: Mapping[str, ArraySpec], writers: int, dim: int = 0) -> list[lis
 
 
 def build_pack(
-    specs: Mapping[str, ArraySpec], values: Values, boxes: Sequence[tuple[str, Box]], name: str
+    specs: Mapping[str, ArraySpec],
+    values: Values,
+    boxes: Sequence[tuple[str, Box]],
+    name: str,
+    compressor: Compressor | None = None,
 ) -> tuple[bytes, PackManifest]:
     layout = plan_pack(specs, boxes)
     buffer = np.zeros(layout.nbytes, np.uint8)
@@ -80,9 +96,11 @@ def build_pack(
         digests[part.array] = (digests.get(part.array, 0) + digest_part(buffer, spec, part)) % 2**64
     seal(buffer, layout)
     info = PackInfo(name=name, nbytes=layout.nbytes)
-    return buffer.tobytes(), PackManifest(
-        pack=info, arrays=list(layout.specs.values()), parts=list(layout.parts), digests=digests
-    )
+    plain = PackManifest(pack=info, arrays=list(layout.specs.values()), parts=list(layout.parts), digests=digests)
+    if compressor is None:
+        return buffer.tobytes(), plain
+    deflated = Deflated(buffer, layout, compressor)
+    return b"".join(deflated), deflated.described(plain)
 
 
 def write_packs(
@@ -94,16 +112,17 @@ def write_packs(
     attempt: int = 0,
     writers: int = 2,
     dim: int = 0,
+    compressor: Compressor | None = None,
 ) -> Manifest:
     """Store the packs of a checkpoint; returns its manifest, uncommitted."""
     deliveries = []
     for number, boxes in enumerate(deal(SPECS, writers, dim)):
-        data, delivery = build_pack(SPECS, values, boxes, pack_name(epoch, attempt, number))
+        data, delivery = build_pack(SPECS, values, boxes, pack_name(epoch, attempt, number), compressor)
         store.put(RunStore(store).pack_key(step, epoch, attempt, number), data)
         deliveries.append(delivery)
     progress: dict[str, Any] = {"step": step, "tokens": 10 * step}
     return merge(deliveries, step=step, epoch=epoch, attempt=attempt, progress=progress, created_s=1e9 + step)
 
 
-def save(run: RunStore, values: Values, *, step: int, epoch: int, **how: int) -> CommitRef:
+def save(run: RunStore, values: Values, *, step: int, epoch: int, **how: Any) -> CommitRef:
     return run.commit(write_packs(run.store, values, step=step, epoch=epoch, **how))

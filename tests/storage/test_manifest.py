@@ -161,7 +161,7 @@ def setting(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("digests", {}, "digests"),
         ("digests.steps", "xyz", "16 hexadecimal"),
         ("format", "other", "not a checkpoint manifest"),
-        ("min_reader", 2, "install a newer release"),
+        ("min_reader", 3, "install a newer release"),
         ("progress", [], "cannot be parsed"),
         ("step", -1, "cannot be parsed"),
     ],

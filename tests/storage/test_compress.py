@@ -1,0 +1,288 @@
+"""Compressed checkpoints: the same values and digests in fewer bytes, and nothing that a hostile one could do."""
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import google_crc32c
+import msgspec
+import numpy as np
+import pytest
+
+from storage import reader
+from storage.box import Box
+from storage.commit import read_commit
+from storage.compress import Compressor, compress, compressor_named, inflate
+from storage.copy import copy_checkpoint
+from storage.deflate import Deflated
+from storage.diff import diff
+from storage.errors import CoverageError, Damaged, FormatError
+from storage.keys import pack_name, step_folder
+from storage.manifest import MAGIC, PackInfo, PackManifest, decode
+from storage.memory import MemoryStore
+from storage.merge import merge
+from storage.pack import ArraySpec, plan_pack, seal
+from storage.reshard import ReadLimits
+from storage.run import RunStore
+from tests.storage.building import SPECS, build_pack, deal, save, smooth_values, write_packs
+
+LZ4, ZSTD = Compressor(), Compressor(cname="zstd", clevel=1)
+VALUES = smooth_values(SPECS, 1)
+
+
+def run_with(*compressors: Compressor | None) -> RunStore:
+    """A history of the same state at steps 1, 2, ..., each compressed in its own way."""
+    run = RunStore(MemoryStore())
+    epoch = run.take_epoch(owner={})
+    for step, compressor in enumerate(compressors, 1):
+        save(run, VALUES, step=step, epoch=epoch, writers=3, compressor=compressor)
+    return run
+
+
+def test_values_and_digests_are_those_of_an_uncompressed_checkpoint() -> None:
+    run = run_with(None, LZ4, ZSTD)
+    plain, *pressed = (run.open(step) for step in (1, 2, 3))
+    for found, compressor in zip(pressed, (LZ4, ZSTD), strict=True):
+        assert found.manifest.compressor == compressor
+        assert found.manifest.digests == plain.manifest.digests
+        assert {name: found.read(name).tobytes() for name in SPECS} == {name: VALUES[name].tobytes() for name in SPECS}
+        assert found.verify().ok
+        assert found.verify(sample=0.5).ok
+        assert diff(plain, found) == []
+
+
+def test_only_compressed_checkpoints_need_a_newer_reader() -> None:
+    """An older release reads on what it can, and says of the rest what it needs."""
+    run = run_with(None, LZ4)
+    for step, version in ((1, 1), (2, 2)):
+        record = read_commit(run.store, f"{step_folder(step)}commit-e0000.json")
+        assert (record.format_version, record.min_reader) == (version, version)
+        assert (run.open(step).manifest.format_version, run.open(step).manifest.min_reader) == (version, version)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_every_box_can_be_had_under_any_cut(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranges are many and a batch is inflated in many pieces."""
+    monkeypatch.setattr(reader, "SCRATCH_BYTES", 300)
+    monkeypatch.setattr(reader, "LIMITS", ReadLimits(gap_bytes=8, max_waste=0.1, range_bytes=150))
+    run = RunStore(MemoryStore())
+    save(run, VALUES, step=1, epoch=run.take_epoch(owner={}), writers=4, dim=dim, compressor=LZ4)
+    checkpoint, rng = run.open(), random.Random(dim)
+    for name, spec in SPECS.items():
+        for _ in range(20):
+            offset = tuple(rng.randrange(n) for n in spec.shape)
+            box = Box(offset, tuple(rng.randint(1, n - o) for n, o in zip(spec.shape, offset, strict=True)))
+            assert checkpoint.read(name, box).tobytes() == VALUES[name][(*box.slices(), ...)].tobytes()
+
+
+def test_trained_numbers_shrink_and_noise_grows_by_a_header() -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal(1 << 16).astype(np.float32).view(np.uint8)
+    noise = rng.integers(0, 256, 1 << 16, dtype=np.uint8)
+    for compressor in (LZ4, ZSTD):
+        assert len(compress(numbers, compressor, 4)) < 0.95 * numbers.nbytes
+        assert len(compress(noise, compressor, 4)) == noise.nbytes + 16 + 4
+    assert compressor_named("none", 5) is None
+    assert compressor_named("zstd", 3) == Compressor(cname="zstd", clevel=3)
+
+
+def test_zeros_inflate_in_bounded_memory() -> None:
+    """The moments of step 0: some kilobytes that inflate to hundreds of megabytes, quite without malice."""
+    spec = ArraySpec(name="exp_avg/w", shape=(64 << 10, 1 << 10), dtype="float32", tile=(1 << 10, 1 << 10))
+    layout = plan_pack({spec.name: spec}, [(spec.name, Box.whole(spec.shape))])
+    chunk = compress(np.zeros(4 << 20, np.uint8), LZ4, 4)
+    data = chunk * 64
+    delivery = PackManifest(
+        pack=PackInfo(name=pack_name(0, 0, 0), nbytes=len(data), chunks_crc32c=f"{google_crc32c.value(chunk[-4:] * 64):08x}"),
+        arrays=[spec],
+        parts=list(layout.parts),
+        digests={spec.name: 0},
+        compressor=LZ4,
+        lengths=[len(chunk)] * 64,
+    )
+    run = RunStore(MemoryStore())
+    epoch = run.take_epoch(owner={})
+    run.store.put(run.pack_key(1, epoch, 0, 0), data)
+    run.commit(merge([delivery], step=1, epoch=epoch, attempt=0, progress={}, created_s=0.0))
+    tracemalloc.start()
+    assert run.open().verify().ok
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * reader.SCRATCH_BYTES
+
+
+# -- what a writer delivers ----------------------------------------------------------------------------------------------------
+
+
+def test_packs_are_all_compressed_alike_or_nothing_is_committed() -> None:
+    hands = deal(SPECS, 2)
+    packs = [
+        build_pack(SPECS, VALUES, hand, pack_name(0, 0, i), c)[1]
+        for i, (hand, c) in enumerate(zip(hands, (LZ4, None), strict=True))
+    ]
+    with pytest.raises(CoverageError, match=r"r00001\.pack is compressed: not at all, and e0000-a0000-r00000\.pack: lz4 5"):
+        merge(packs, step=1, epoch=0, attempt=0, progress={}, created_s=0.0)
+
+
+def test_what_changed_in_memory_after_it_was_sealed_is_not_stored() -> None:
+    spec = SPECS["master/layers.0.wq"]
+    layout = plan_pack({spec.name: spec}, [(spec.name, Box.whole(spec.shape))])
+    buffer = np.zeros(layout.nbytes, np.uint8)
+    seal(buffer, layout)
+    buffer[50] ^= 1
+    with pytest.raises(Damaged, match="has changed in memory"):
+        list(Deflated(buffer, layout, LZ4))
+
+
+def test_a_stream_can_be_read_again_and_describes_the_last_reading() -> None:
+    layout = plan_pack(SPECS, deal(SPECS, 1)[0])
+    buffer = np.zeros(layout.nbytes, np.uint8)
+    seal(buffer, layout)
+    plain = PackManifest(pack=PackInfo(name="p", nbytes=layout.nbytes), arrays=[], parts=list(layout.parts), digests={})
+    deflated = Deflated(buffer, layout, LZ4)
+    first = b"".join(deflated)
+    again = b"".join(deflated)
+    described = deflated.described(plain)
+    assert again == first
+    assert described.pack.nbytes == len(first)
+    assert len(described.lengths) == 44
+    assert described.parts[0].position == 0
+    assert PackManifest.decode(described.encode()) == described
+
+
+def test_copies_keep_the_compressed_bytes() -> None:
+    run = run_with(LZ4)
+    source, target = run.open(), RunStore(MemoryStore("copy"))
+    copy_checkpoint(source, target)
+    copy = target.open()
+    assert copy.manifest.compressor == LZ4
+    assert copy.verify().ok
+    assert [target.store.get(copy.prefix + p.name) for p in copy.manifest.packs] == [
+        run.store.get(source.prefix + p.name) for p in source.manifest.packs
+    ]
+
+
+# -- hostile input -------------------------------------------------------------------------------------------------------------
+
+
+def rewritten(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A manifest with a right checksum whose header was changed."""
+    data = write_packs(MemoryStore(), VALUES, step=1, epoch=0, compressor=LZ4).encode()
+    length = struct.unpack_from("<I", data, 12)[0]
+    header = msgspec.json.decode(data[16 : 16 + length])
+    change(header)
+    raw = msgspec.json.encode(header)
+    body = struct.pack("<I", len(raw)) + raw + data[16 + length :]
+    return MAGIC + struct.pack("<I", google_crc32c.value(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("compressor", {"name": "gzip"}, "cannot be parsed"),
+        ("compressor", {"name": "blosc", "clevel": 77}, "cannot be parsed"),
+        ("compressor", None, "unknown columns"),
+        ("min_reader", 1, "a reader of version 1 may read it"),
+        ("num_chunks", 3, "does not have 3 rows"),
+        ("num_chunks", 2**40, "claims"),
+        ("packs", [{"name": "e0000-a0000-r00000.pack", "nbytes": 9999}] * 2, "not unique"),
+    ],
+)
+def test_each_rule_of_compression_is_checked(field: str, value: Any, why: str) -> None:
+    with pytest.raises(FormatError, match=why):
+        decode(rewritten(lambda header: header.update({field: value})))
+
+
+@pytest.mark.parametrize("crc32c", ["", "ABCDEF01", "123"])
+def test_a_compressed_pack_has_a_checksum_of_its_chunks(crc32c: str) -> None:
+    with pytest.raises(FormatError, match="no checksum of its chunks"):
+        decode(rewritten(lambda header: header["packs"][0].update(chunks_crc32c=crc32c)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda lengths: lengths[:-1], "for 44"),
+        (lambda lengths: lengths + 5000, "chunk 0 has"),
+        (lambda lengths: lengths * 0 + 3, "chunk 0 has 3 bytes"),
+        (lambda lengths: lengths + 20, "overlap|past the end|chunk 0"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(change: Callable[[Any], Any], why: str) -> None:
+    manifest = write_packs(MemoryStore(), VALUES, step=1, epoch=0, compressor=LZ4)
+    assert manifest.lengths is not None
+    with pytest.raises(FormatError, match=why):
+        decode(replace(manifest, lengths=change(manifest.lengths).astype(np.uint32)).encode())
+
+
+def stored(frame: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A chunk with a right checksum."""
+    return np.frombuffer(frame + google_crc32c.value(frame).to_bytes(4, "little"), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"", "too short"),
+        (b"\x02\x01\x93\x04" + bytes(8), "too short"),
+        (b"\x02\x01\x93\x04" + struct.pack("<III", 1 << 31, 1 << 20, 16), "inflate to 2147483648"),  # a bomb
+        (b"\x02\x01\x93\x04" + struct.pack("<III", 399, 399, 16), "inflate to 399, and is 16 bytes for 400"),
+        (b"\x02\x01\x93\x04" + struct.pack("<III", 400, 1 << 31, 16), "claims blocks of 2147483648"),
+        (b"\x02\x01\x93\x04" + struct.pack("<III", 400, 400, 1 << 30), "claims to be 1073741824 bytes"),
+        (b"\x09\x01\x93\x04" + struct.pack("<III", 400, 400, 16), "version 9"),
+        (b"\x02\x01\x93\x04" + struct.pack("<III", 400, 400, 56) + b"\xff" * 40, "cannot be inflated"),
+    ],
+)
+def test_a_frame_that_lies_is_not_inflated(frame: bytes, why: str) -> None:
+    out = np.zeros(400, np.uint8)
+    tracemalloc.start()
+    assert why in inflate(stored(frame), out)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def fuzz(rounds: int) -> None:
+    """Frames with any bytes changed behind a right checksum: they inflate to something of the right size, or say why not."""
+    rng = random.Random(3)
+    values = np.random.default_rng(1).standard_normal(5000).astype(np.float32).view(np.uint8)
+    for compressor in (LZ4, ZSTD):
+        good = compress(values, compressor, 4)[:-4]
+        out, reasons = np.zeros(values.nbytes, np.uint8), set[str]()
+        for _ in range(rounds):
+            frame = bytearray(good)
+            for _ in range(rng.randint(1, 4)):
+                at = rng.randrange(len(frame) if rng.random() < 0.5 else 64)
+                frame[at] = rng.randrange(256)
+            reasons.add(inflate(stored(bytes(frame)), out).split(":")[0])
+        assert "cannot be inflated" in reasons
+        assert inflate(stored(good), out) == ""
+        assert out.tobytes() == values.tobytes()
+
+
+def test_mutated_frames_never_do_harm() -> None:
+    fuzz(500)
+
+
+@pytest.mark.slow
+def test_very_many_mutated_frames_never_do_harm() -> None:
+    fuzz(50_000)
+
+
+def test_a_chunk_that_inflates_to_other_values_is_found_by_its_digest() -> None:
+    """A right checksum over the wrong values: what only the proof after a load, and verify, can see."""
+    run = run_with(LZ4)
+    checkpoint = run.open()
+    pack, part = next((pack, part) for pack, part in checkpoint.manifest.parts if part.array == "master/norm")
+    key = checkpoint.prefix + pack.name
+    data = bytearray(run.store.get(key))
+    length = pack.nbytes - part.position if part.position + 48 >= pack.nbytes else 48
+    other = compress((VALUES["master/norm"] ^ np.uint32(1)).view(np.uint8), LZ4, 4)
+    assert len(other) == length == 48
+    data[part.position : part.position + length] = other
+    run.store.put(key, bytes(data))
+    reasons = [problem.reason for problem in checkpoint.verify().problems]
+    assert any("has other chunks than those that were committed" in reason for reason in reasons)
+    assert any(reason.startswith("master/norm: the digest is") for reason in reasons)
