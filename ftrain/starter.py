@@ -61,6 +61,18 @@ class Size:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What a token file says of itself."""
+
+    tokens: int
+    highest: int
+    """The highest token of a sample of it."""
+
+
+HELDOUT, SLICE = 0.05, 64
+"""The share of a corpus that is held out, and how many sequences of it are evaluated, if there are as many."""
+
 BYTES = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 344, "vocab": 257}
 SIZES = (
     Size("1.1B parameters", 70, {"layers": 22, "hidden": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "vocab": 32000}),
@@ -89,11 +101,27 @@ def _gpus() -> tuple[tuple[str, ...], float]:
         return (), 0.0
 
 
-def values(machine: Facts, *, url: str, data: str, tokenizer: str) -> dict[str, dict[str, Any]]:
-    """What the starter sets, section by section."""
+def corpus(prefix: str) -> Corpus | None:
+    """Look at a token file; None if it is not there yet. Raises DataError if it is something else.
+
+    Tokens are looked at as a corpus is told from another one: at 64 places, so that a large one takes no longer.
+    """
+    from ftrain.data.tokens import TokenFile
+
+    if prefix == "stdlib" or not Path(prefix + ".idx").is_file():
+        return None
+    file = TokenFile(prefix)
+    pieces = (file.tokens(at, min(at + 4096, len(file))) for at in range(0, len(file), max(4096, len(file) // 64)))
+    return Corpus(len(file), max((int(piece.max()) for piece in pieces), default=0))
+
+
+def values(machine: Facts, *, url: str, data: str, tokenizer: str, corpus: Corpus | None = None) -> dict[str, dict[str, Any]]:
+    """What the starter sets, section by section; sequences as long and as many as the corpus has them."""
     ranks = len(machine.gpus) or max(1, min(2, machine.cores))
     size = _size(machine, tokenizer)
     small = size.values is BYTES
+    seq_len = _seq_len(128 if small else 2048, 8 * ranks, corpus)
+    heldout = SLICE if corpus is None else max(0, int(corpus.tokens * HELDOUT) - 1) // seq_len
     model = {**size.values, **({} if tokenizer == "byte" else {"vocab": vocabulary(tokenizer)})}
     hardware = next((profile for word, profile in PROFILES.items() if any(word in name for name in machine.gpus)), "")
     return {
@@ -102,14 +130,17 @@ def values(machine: Facts, *, url: str, data: str, tokenizer: str) -> dict[str, 
         "data": {
             "sources": [{"path": data}],
             "tokenizer": tokenizer,
-            "seq_len": 128 if small else 2048,
-            "heldout_fraction": 0.05,
+            "seq_len": seq_len,
+            "heldout_fraction": HELDOUT,
         },
         "batch": {"global_batch": 8 * ranks, "micro_batch": 8 if small else 4},
         "parallel": {"ranks": ranks},
         "optimizer": {"lr": 2e-3 if small else 4e-4},
         "schedule": {"kind": "cosine", "warmup_steps": 10 if small else 1000},
-        "evaluate": {"every_steps": 100 if small else 500},
+        "evaluate": {
+            "every_steps": (100 if small else 500) if heldout else 0,
+            **({"sequences": heldout} if 0 < heldout < SLICE else {}),
+        },
         "checkpoint": {"snapshot_steps": 10, "every_steps": 100},
         "recovery": {"max_restarts": 3},
         "machine": {
@@ -127,21 +158,35 @@ def _size(machine: Facts, tokenizer: str) -> Size:
     return next(size for size in SIZES if machine.gpu_gib >= size.gpu_gib)
 
 
+def _seq_len(wanted: int, sequences: int, corpus: Corpus | None) -> int:
+    """As long as wanted, unless the corpus has less than `sequences` of them: one update should not see a token twice."""
+    while corpus is not None and wanted > 16 and corpus.tokens * (1 - HELDOUT) < sequences * wanted:
+        wanted //= 2
+    return wanted
+
+
 def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer.json's vocabulary: its highest number and one; 32000 where the file cannot tell."""
+    """The size of a tokenizer's vocabulary: its highest number and one; 32000 where the file cannot tell."""
+    from ftrain.data import tiktoken_file
+    from ftrain.data.errors import TokenizerError
+
     try:
+        if tokenizer.endswith(tiktoken_file.SUFFIXES):
+            return tiktoken_file.vocabulary(tokenizer)
         found = json.loads(Path(tokenizer).read_text(encoding="utf-8"))
         words = found["model"]["vocab"]
         known = words.values() if isinstance(words, dict) else range(len(words))
         return 1 + max(int(number) for number in [*known, *(token["id"] for token in found.get("added_tokens", []))])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, TokenizerError):
         return 32_000
 
 
-def text(machine: Facts, *, url: str = "runs/mine", data: str = "stdlib", tokenizer: str = "byte") -> str:
+def text(
+    machine: Facts, *, url: str = "runs/mine", data: str = "stdlib", tokenizer: str = "byte", corpus: Corpus | None = None
+) -> str:
     """The whole file."""
     found = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else f"{machine.cores} CPU cores"
-    chosen = values(machine, url=url, data=data, tokenizer=tokenizer)
+    chosen = values(machine, url=url, data=data, tokenizer=tokenizer, corpus=corpus)
     head = f"""# A run for {found}, written by `ftrain init`. Every field: docs/config.md.
 #
 #   ftrain doctor THIS_FILE           is this machine fit for it?

@@ -81,16 +81,24 @@ def _row(info: CheckpointInfo) -> tuple[object, ...]:
     """A line of `ls`; what only a commit knows is left empty where there is none."""
     if info.epoch < 0:
         return info.step, info.state, "", "", "", "", "", info.reason
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_s))
     metric = "" if info.metric is None else f"{info.metric:.4f}"
-    return info.step, info.state, info.epoch, info.attempt, format_bytes(info.nbytes), written, metric, info.reason
+    return (
+        info.step,
+        info.state,
+        info.epoch,
+        info.attempt,
+        format_bytes(info.nbytes),
+        _clock(info.created_s),
+        metric,
+        info.reason,
+    )
 
 
 @ckpt.command()
 @click.argument("url")
 @json_option
 def show(url: str, as_json: bool) -> None:
-    """Show one checkpoint: arrays, sizes, progress, who wrote it.
+    """Show one checkpoint: who wrote it and when, how far the run was, sizes, arrays.
 
     \b
     Example:
@@ -110,13 +118,33 @@ def show(url: str, as_json: bool) -> None:
 def _head(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What `show` says above the arrays. A script's checkpoint has no layout, and no parameters that it would call so."""
     yield from ((key, str(facts[key])) for key in ("step", "epoch", "attempt"))
+    yield "written", _clock(facts["created_s"])
     if facts["layout"]:
         yield "layout", facts["layout"]
+    yield from _far(facts["progress"])
     if facts["parameters"]:
         yield "parameters", f"{facts['parameters']:,}"
         yield "bytes a parameter", f"{facts['bytes_per_parameter']:.2f}"
     yield "size", f"{format_bytes(facts['nbytes'])} ({facts['nbytes']:,} bytes)"
     yield "packs", str(facts["packs"])
+
+
+def _far(progress: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """How far the run was, of what its record has."""
+    if progress.get("sequences"):
+        yield "tokens", f"{progress.get('tokens', 0):,} learnt from, in {progress['sequences']:,} sequences"
+    if len(begun := progress.get("begun") or []) > 1:
+        yield "phase", f"{len(begun) - 1}, begun after step {begun[-1][0]}"
+    if progress.get("eval_loss") is not None:
+        yield "held-out loss", f"{progress['eval_loss']:.4f} at step {progress['eval_step']}"
+    for first, last, sequences in progress.get("skipped") or ():
+        yield "passed over", f"the data of updates {first} to {last}: {sequences:,} sequences"
+    if progress.get("fingerprint"):
+        yield "config", f"fingerprint {progress['fingerprint']}"
+
+
+def _clock(created_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_s))
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -131,6 +159,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,
+        "created_s": manifest.created_s,
         "layout": manifest.progress.get("layout", ""),
         "parameters": parameters,
         "nbytes": nbytes,

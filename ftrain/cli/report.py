@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_url", metavar="RUN")
 @click.option("--attempt", type=int, help="Explain one attempt: what was seen, what it was taken for, what was decided.")
-@click.option("--html", default="", metavar="FILE", help="Write a self-contained page: curves, timeline, tables.")
+@click.option("--html", default="", metavar="FILE", help="Write it as a self-contained page instead: curves, timeline, tables.")
 @click.option("--local-dir", default="", help="The run's run.local_dir, if it has one.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json: bool) -> None:
@@ -81,6 +81,8 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     grade.keep(newest, folder)
     if html:
         _write(html, run)
+        if not as_json:
+            return
     if as_json:
         layouts = [{"heading": of.heading, "grade": of, "step_time": time} for of, time in zip(graded, times, strict=True)]
         time, extra = times[-1] if times else None, {"script": command} if command else {}
@@ -102,4 +104,4 @@ def _write(path: str, run: Recorded) -> None:
         Path(path).write_text(page(run), encoding="utf-8")
     except OSError as error:
         render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
-    render.note(f"wrote {path}")
+    render.note(f"wrote {path}: open it in a browser")

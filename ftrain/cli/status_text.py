@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ftrain.units import format_seconds
+from ftrain.units import format_count, format_seconds
 
 SHOWN_RANKS = 32
 
@@ -24,12 +24,16 @@ def _progress(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     before = f" ({ended} before it)" if ended > 0 else ""
     yield "run", f"{phase}: attempt {facts['attempt']}{before}, {facts.get('layout') or 'layout not told'}"
     of = f" of {run['steps']}" if run.get("steps") else ""
+    left = f", ETA {format_seconds(run['eta_s'])}" if run.get("eta_s") else ""
     loss = _told(", loss", facts.get("loss"), ".4f") + _told(", held-out loss", facts.get("eval_loss"), ".4f")
-    yield "step", f"{facts['step']}{of}{loss}" + _told(", lr", run.get("lr"), ".3g")
+    yield "step", f"{facts['step']}{of}{left}{loss}" + _told(", lr", run.get("lr"), ".3g")
     if run.get("step_s"):
         rate = _told(", tokens/s:", run.get("tokens_per_s"), ",.0f")
         yield "speed", f"{format_seconds(run['step_s'])} a step{rate}" + (f"; {run['speed']}" if run.get("speed") else "")
     yield from ((name, run[key]) for name, key in (("a step is", "step_went_to"), ("memory", "memory")) if run.get(key))
+    if run.get("phases"):
+        then = f"; the next begins after step {run['next_phase_step']}" if run["next_phase_step"] is not None else ""
+        yield "phase", f"{run['phase']} of 0 to {run['phases'] - 1}, {format_count(run['tokens_read'])} tokens read{then}"
 
 
 def _told(name: str, value: float | None, how: str) -> str:
@@ -93,5 +97,5 @@ def _rank(it: Mapping[str, Any]) -> str:
 
         return f"pid {it['pid']} ended: {exit_text(it['status'])}"
     if "phase" not in it:
-        return f"pid {it['pid']}, has told nothing yet"
+        return f"pid {it['pid']}, has told nothing yet" if it["pid"] else "is being started"
     return f"pid {it['pid']}, step {it['step']}, in {it['phase']}, {format_seconds(it['age_s'])} ago"

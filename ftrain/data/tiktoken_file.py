@@ -41,7 +41,7 @@ class TiktokenTokenizer:
         ranks = read_ranks(path)
         pattern, special = _definition(Path(path), ranks)
         self.eod = next(number for text, number in special.items() if text == _end(Path(path), special))
-        self.vocab = 1 + max(*ranks.values(), *special.values())
+        self.vocab = _size(ranks, special)
         self._inner = _encoding(path, pattern, ranks, special)
 
     def encode(self, text: str) -> Ints:
@@ -52,6 +52,16 @@ class TiktokenTokenizer:
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text, special tokens shown by name."""
         return str(self._inner.decode(np.asarray(ids, np.int64).tolist(), errors="replace"))
+
+
+def vocabulary(path: str) -> int:
+    """How many ids there are; does not need the library."""
+    ranks = read_ranks(path)
+    return _size(ranks, _definition(Path(path), ranks)[1])
+
+
+def _size(ranks: dict[bytes, int], special: dict[str, int]) -> int:
+    return 1 + max(*ranks.values(), *special.values())
 
 
 def read_ranks(path: str) -> dict[bytes, int]:

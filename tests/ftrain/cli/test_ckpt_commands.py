@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ def test_a_tainted_checkpoint_is_shown_and_verified_by_its_step(run: RunStore) -
     assert facts("show", f"{run.store.url}@20")["step"] == 20
     assert facts("show", run.store.url)["step"] == 10
     assert facts("verify", f"{run.store.url}@20")["20"]["ok"]
+
+
+def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:
+    run = RunStore(open_store(str(tmp_path / "run")))
+    progress = {
+        "step": 10, "sequences": 6400, "tokens": 409_000, "begun": [[0, 3200], [5, 3200]], "eval_loss": 2.25, "eval_step": 8,
+        "skipped": [[3, 4, 64]], "fingerprint": "0123456789abcdef",
+    }  # fmt: skip
+    manifest = write_packs(run.store, VALUES, step=10, epoch=run.take_epoch(owner={}))
+    run.commit(replace(manifest, progress=progress))
+    said = told("show", run.store.url)
+    for line in (
+        "tokens            409,000 learnt from, in 6,400 sequences",
+        "phase             1, begun after step 5",
+        "held-out loss     2.2500 at step 8",
+        "passed over       the data of updates 3 to 4: 64 sequences",
+        "config            fingerprint 0123456789abcdef",
+    ):
+        assert line in said.splitlines()
+    assert facts("show", run.store.url)["created_s"] > 0
 
 
 def test_gc_leaves_the_tainted_unless_it_is_told_otherwise(run: RunStore) -> None:

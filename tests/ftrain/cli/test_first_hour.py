@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from ftrain.cli.entry import COMMANDS, cli
+from ftrain.data.dataset import Dataset
+from ftrain.data.writer import TokenWriter
 from ftrain.load import load, num_parameters, parse
-from ftrain.starter import Facts, facts, text
+from ftrain.starter import Facts, corpus, facts, text
 from tests.commands import ftrain
 from tests.runs import FTRAIN
 
@@ -39,6 +42,60 @@ def test_what_init_writes_is_a_legal_config_for_the_machine(
     assert config.machine.hardware == hardware
     state = 18 * num_parameters(config)  # bytes of a rank without a second one to share with
     assert not machine.gpus or state <= 0.5 * machine.gpu_gib * 2**30
+
+
+def made(folder: Path, tokens: list[int] | range) -> str:
+    """A token file of one document; its prefix."""
+    with TokenWriter(str(folder / "mine"), vocab=32_000) as writer:
+        writer.add(tokens)
+        writer.end_document()
+    return str(folder / "mine")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_len", "sequences"), [(400_000, 128, 64), (40_000, 128, 15), (4_000, 128, 1), (1_040, 32, 1), (200, 16, 0)]
+)
+def test_what_init_writes_fits_the_data(tmp_path: Path, tokens: int, seq_len: int, sequences: int) -> None:
+    """Two ranks take 16 sequences an update, and 5 % are held out: of 40,000 tokens 1,999 targets, 15 sequences of 128."""
+    prefix = made(tmp_path, [7] * tokens)
+    config = parse(text(Facts(cores=2), data=prefix, corpus=corpus(prefix)))
+    assert config.data.seq_len == seq_len
+    assert config.evaluate.sequences == (sequences or 64)
+    assert bool(config.evaluate.every_steps) == bool(sequences)
+    data = Dataset(config, root=str(tmp_path))  # raises where a run would
+    assert data.num_heldout >= sequences
+    assert data.train_tokens_per_pass >= (16 if tokens > 1_000 else 1) * seq_len
+
+
+def initialised(folder: Path, *words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["init", str(folder / "my.toml"), *words])
+    return done.exit_code, done.stderr
+
+
+def test_init_looks_at_the_data(tmp_path: Path) -> None:
+    prefix = made(tmp_path, range(31_990))
+    code, said = initialised(tmp_path, "--data", prefix)
+    assert code == 0
+    assert f"{prefix} holds token 31989 and model.vocab is 257: another tokenizer made it" in said
+    assert initialised(tmp_path, "--data", prefix + ".idx") == (
+        2,
+        f"--data {prefix}.idx: give the prefix of the pair, {prefix}\n",
+    )
+    Path(prefix + ".idx").write_bytes(b"no index")
+    assert initialised(tmp_path, "--data", prefix)[0] == 3
+
+
+def test_init_says_that_nothing_can_be_held_out(tmp_path: Path) -> None:
+    code, said = initialised(tmp_path, "--data", made(tmp_path, range(43)))
+    assert code == 0
+    assert "mine has 43 tokens, too few to hold any out: nothing is evaluated" in said
+
+
+@pytest.mark.parametrize(("words", "code"), [(("",), 2), (("/proc/my.toml",), 2), (("no/such/folder/my.toml",), 2)])
+def test_init_that_cannot_write_says_so(words: tuple[str, ...], code: int) -> None:
+    done = CliRunner().invoke(cli, ["init", *words])
+    assert done.exit_code == code
+    assert "FILE is empty" in done.stderr or "cannot be written" in done.stderr
 
 
 def test_what_a_cluster_needs_is_in_the_starter_as_comments() -> None:
@@ -71,6 +128,9 @@ def test_the_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 511}}, "added_tokens": [{"id": 512}]}))
     gpu = Facts(cores=8, gpus=("NVIDIA H200",), gpu_gib=139)
     assert parse(text(gpu, data="d", tokenizer=str(path))).model.vocab == 513
+    words = tmp_path / "mine.tiktoken"
+    words.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
+    assert parse(text(gpu, data="d", tokenizer=str(words))).model.vocab == 257, "256 bytes and the end of a document"
 
 
 def test_init_never_overwrites_and_says_what_to_do_next(tmp_path: Path) -> None:

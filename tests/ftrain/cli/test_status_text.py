@@ -27,6 +27,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "workers": {
             "0": {"pid": 9, "ended": False, "status": None, "step": 67, "phase": "backward", "age_s": 0.15},
             "1": {"pid": 10, "ended": False, "status": None},
+            "2": {"pid": 0, "ended": False, "status": None},
         },
         "slowest": None,
         "places": ["localhost/0", "localhost/1"],
@@ -53,12 +54,21 @@ def test_a_healthy_run_in_a_dozen_lines() -> None:
         "places        localhost/0, localhost/1",
         "rank 0        pid 9, step 67, in backward, 150.0 ms ago",
         "rank 1        pid 10, has told nothing yet",
+        "rank 2        is being started",
     ]
 
 
 def test_a_decision_names_the_attempt_that_it_followed() -> None:
     said = told(interruptions=1, last_decision={"action": "restart", "reason": "first time", "attempt": 0})
     assert "decided       after attempt 0: restart: first time" in said
+
+
+def test_a_run_in_phases_says_which_and_when_the_next_begins() -> None:
+    run = {"steps": 100, "eta_s": 75.0, "phase": 0, "phases": 2, "tokens_read": 20_480, "next_phase_step": 60}
+    said = told(run=run)
+    assert "phase         0 of 0 to 1, 20.5K tokens read; the next begins after step 60" in said
+    assert "step          67 of 100, ETA 1m 15s, loss 2.4245" in said
+    assert "begins after" not in told(run={**run, "phase": 1, "next_phase_step": None})
 
 
 def test_what_is_wrong_is_told() -> None:

@@ -1,0 +1,39 @@
+"""`ftrain report`: what goes where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ftrain.cli.report import report
+from tests.ledgers import Story, config
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps, finished."""
+    folder = tmp_path / "run"
+    Story(config()).start().steps(3).end().write(folder)
+    return folder
+
+
+def test_the_page_is_written_and_the_terminal_gets_one_line(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = CliRunner().invoke(report, [str(run), "--html", str(page)])
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr.splitlines() == [f"wrote {page}: open it in a browser"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_page_and_json_may_both_be_had(run: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(report, [str(run), "--html", str(tmp_path / "report.html"), "--json"])
+    assert json.loads(done.stdout)["step"] == 3
+
+
+def test_a_page_that_cannot_be_written_is_said(run: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(report, [str(run), "--html", str(tmp_path / "no" / "report.html")])
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
