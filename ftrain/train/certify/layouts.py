@@ -70,12 +70,8 @@ def _applied(name: str, config: Config) -> Config:
     data["parallel"] |= {key: plain[key] for key in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages", "layer_counts")}
     data["faults"] = []
     sizes = dict.fromkeys(AXES, 1)
-    for item in name.split(","):
-        key, _, text = item.partition("=")
-        value = _value(text)
+    for key, value in _items(name).items():
         if key in AXES:
-            if not isinstance(value, int) or value < 1:
-                raise ConfigProblems([Problem(key, f"given {text!r}", "a whole number of at least 1")], name)
             sizes[key] = value
         elif "." in key:
             section, _, leaf = key.partition(".")
@@ -85,6 +81,37 @@ def _applied(name: str, config: Config) -> Config:
     data["parallel"] |= {axis: size for axis, size in sizes.items() if axis != "dp"}
     data["parallel"]["ranks"] = prod(sizes.values())
     return resolve(data, origin=name)
+
+
+SAID_ELSEWHERE = {
+    "ranks": "nothing: the ranks of a layout are tp x cp x pp x dp",
+    "machine.compute_dtype": "nothing: --modes says what is computed in",
+}
+"""What a layout cannot choose: it would be overwritten, and another layout certified than the one that is named."""
+
+
+def _items(name: str) -> dict[str, Any]:
+    """Keys and values as they are written, each once and none without effect; `parallel.tp` is `tp`."""
+    found: dict[str, Any] = {}
+    for item in name.split(","):
+        key, equals, text = item.partition("=")
+        key = key.removeprefix("parallel.")
+        allowed = _allowed(key, text, found) if key and equals else "key=value, such as tp=2"
+        if allowed:
+            raise ConfigProblems([Problem(key or "(no key)", f"given {text!r}", allowed)], name)
+        found[key] = _value(text)
+    return found
+
+
+def _allowed(key: str, text: str, before: dict[str, Any]) -> str:
+    """What should have been written instead; empty: it is well."""
+    if key in SAID_ELSEWHERE:
+        return SAID_ELSEWHERE[key]
+    if key in before:
+        return f"once in a layout: {before[key]!r} was given before"
+    if key in AXES and not (text.isdecimal() and int(text)):
+        return "a whole number of at least 1"
+    return ""
 
 
 def _section(data: dict[str, Any], section: str, name: str) -> dict[str, Any]:

@@ -54,6 +54,21 @@ def test_everything_wrong_with_a_list_is_said_at_once():
         layouts(" ; ")
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["tp=2,tp=4", "ranks=8,dp=2", "parallel.ranks=8,dp=2", "dp=true", "machine.compute_dtype=float32,dp=2", "dp=2,", "tp"],
+)
+def test_what_would_be_overwritten_is_refused(written):
+    """Else the certificate would be of another layout than the one it names."""
+    with pytest.raises(ConfigProblems):
+        layouts(written)
+
+
+def test_an_axis_may_be_named_as_the_config_does():
+    (layout,) = layouts("parallel.tp=2,parallel.schedule=zb_v,pp=2")
+    assert (layout.config.parallel.ranks, layout.config.parallel.tp, layout.config.parallel.schedule) == (4, 2, "zb_v")
+
+
 def test_the_shipped_list_is_what_the_issue_asks_for():
     every = layouts(";".join(CONFIG.certify.layouts))
     parallels = [layout.config.parallel for layout in every]
