@@ -26,11 +26,23 @@ class Shard:
     head: int
     experts: int = 0
     """Parameters of this rank's experts, which fewer ranks share than the rest."""
+    final: int = 0
+    """Of the norms the last one, where the model ends on this rank."""
 
     @property
     def total(self) -> int:
         """All parameters of the rank."""
         return self.matrices + self.norms + self.embedding + self.head + self.experts
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model ends here."""
+        return self.final > 0
+
+    @property
+    def ends(self) -> int:
+        """Parameters that belong to no layer."""
+        return self.embedding + self.head + self.final
 
     @property
     def common(self) -> int:
@@ -109,6 +121,7 @@ def _shard(setup: Setup, rank: int) -> Shard:
         embedding=rows if first else 0,
         head=rows if last and not (model.tied and first) else 0,
         experts=layers * experts,
+        final=model.hidden if last else 0,
     )
 
 

@@ -145,9 +145,14 @@ class Setup:
     def expert_rows(self) -> Fraction:
         """Rows of a micro-batch that a rank sends to a layer's experts, and gets from others where all are used alike: each
         token as often as it has experts, less what exceeds their capacity."""
-        model, tokens = self.config.model, self.config.data.seq_len * self.config.batch.micro_batch
+        model = self.config.model
         room = min(Fraction(1), Fraction(repr(model.capacity))) if model.capacity else 1
-        return Fraction(tokens * model.experts_per_token, self.mesh.cp) * room
+        return self.tokens * model.experts_per_token * room
+
+    @cached_property
+    def tokens(self) -> Fraction:
+        """Positions of a micro-batch on one CP rank."""
+        return Fraction(self.config.data.seq_len * self.config.batch.micro_batch, self.mesh.cp)
 
     @property
     def tokens_per_update(self) -> int:
@@ -160,12 +165,24 @@ class Setup:
         per_replica = Fraction(self.config.batch.global_batch, self.config.batch.micro_batch * self.mesh.dp)
         return -(-per_replica.numerator // per_replica.denominator)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of an activation: the config's dtype; `auto` is bf16 where the hardware has a bf16 peak, else fp32."""
         bf16 = self.profile.peak_flops and self.profile.gpu.peak_dtype == "bfloat16"
         widths = {"float64": 8, "float32": 4, "bfloat16": 2, "auto": 2 if bf16 else 4}
         return widths[self.config.machine.compute_dtype]
+
+    @property
+    def exact(self) -> int:
+        """Bytes of what is never narrower than fp32: norms, softmax, router, loss, gradients of keys and values."""
+        return max(4, self.width)
+
+    @property
+    def sums(self) -> int:
+        """Bytes of activations while TP ranks sum them: on a CPU fp32 at least, as its backend would round each sum."""
+        device = self.config.machine.device
+        on_cpu = device == "cpu" or (device == "auto" and self.profile.device == "cpu")
+        return self.exact if on_cpu else self.width
 
     @property
     def sp(self) -> int:

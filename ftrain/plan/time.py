@@ -62,7 +62,7 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
     rate = profile.peak_flops * profile.assumed.kernel_share
     compute = float(cost.slowest(setup)) * setup.microbatches / rate
     recompute = compute * _recomputed(setup)
-    exposed = _exposed(setup)
+    exposed = _exposed(setup, behind=compute + recompute)
     inside = compute + recompute + exposed["TP"] + exposed["CP"] + exposed["EP"]
     idle = float(_idle(setup, exact=exact))
     own = largest(setup)
@@ -76,7 +76,7 @@ def step(setup: Setup, *, exact: bool = True) -> Step:
         cp=exposed["CP"],
         pp=exposed["PP"],
         ep=exposed["EP"],
-        dp=exposed["DP x CP"] + exposed["DP x CP / EP"],
+        dp=exposed["DP"],
         update=touched / (profile.gpu.memory_gb_s * 1e9),
     )
 
@@ -98,13 +98,15 @@ def _recomputed(setup: Setup) -> float:
     return 1 / 3 if setup.options.recompute == "full" else 0.02
 
 
-def _exposed(setup: Setup) -> dict[str, float]:
-    """Seconds of communication that nothing hides: TP, CP, EP and PP in full, DP unless its overlap is switched on."""
-    times = dict.fromkeys(("TP", "CP", "PP", "EP", "DP x CP", "DP x CP / EP"), 0.0)
+def _exposed(setup: Setup, *, behind: float) -> dict[str, float]:
+    """Seconds of communication that nothing hides: TP, CP, EP and PP in full; DP too, unless it goes on beside the compute of
+    `behind` seconds: then what takes longer than that, and a tenth of it in any case."""
+    times = dict.fromkeys(("TP", "CP", "PP", "EP", "DP"), 0.0)
     for volume in volumes(setup):
         rate = group_gb_s(setup, volume) * setup.profile.assumed.link_share * 1e9
-        hidden = setup.options.overlap and volume.name.startswith("DP")
-        times[volume.name] = float(volume.nbytes) / rate * (0.1 if hidden else 1)
+        times[volume.name.split()[0]] += float(volume.nbytes) / rate  # of replicas there are several kinds
+    if setup.options.overlap or setup.options.sharding != "zero1":  # FSDP gathers and scatters beside compute by itself
+        times["DP"] = max(times["DP"] / 10, times["DP"] - behind)
     return times
 
 
@@ -355,6 +357,6 @@ def _part_formulas(setup: Setup) -> dict[str, str]:
         "recompute": "1/3 of compute (full), 2 % (selective)",
         "bubble": f"idle over compute of the {setup.options.schedule} schedule x (compute + TP + CP)",
         "tp, cp, ep, pp": "bytes / (rate of the slowest link x link share), nothing hidden",
-        "dp": "the same; a tenth of it with --overlap",
+        "dp": "the same; with --overlap and with FSDP beside compute: what exceeds it, at least a tenth",
         "update": "optimizer bytes read and written / memory bandwidth",
     }

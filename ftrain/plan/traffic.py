@@ -11,9 +11,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, nbytes, number, seconds, size, why
+from ftrain.plan.params import largest
 from ftrain.plan.placement import Path, key, path
+from ftrain.plan.ring import Volume, ring
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
-from ftrain.plan.volume import Volume, activation_bytes, ring, volumes
+from ftrain.plan.state import GRADIENT
+from ftrain.plan.volume import activation_bytes, volumes
 
 RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of the buffer from each member"
 
@@ -35,7 +38,12 @@ def answer(setup: Setup, *, members: int = 0, buffer_bytes: int = 0) -> Answer:
     return Answer(
         command="traffic",
         title=f"Traffic of {layout(setup.mesh)} on {setup.profile.title}",
-        sections=(_links(setup), _groups(setup), _ring(setup, members, buffer_bytes), _power(setup)),
+        sections=(
+            _links(setup),
+            _groups(setup, volumes(setup, aligned=True)),
+            _ring(setup, members, buffer_bytes),
+            _power(setup),
+        ),
         refusals=refusals(setup),
         warnings=_order_warnings(setup) + expert_warnings(setup),
     )
@@ -101,21 +109,22 @@ def _server(setup: Setup) -> Table:
     return Table(key="server", title="Server", columns=("what", "value"), rows=rows, source=setup.profile.sources["server"])
 
 
-def _groups(setup: Setup) -> Section:
+def _groups(setup: Setup, found: tuple[Volume, ...]) -> Section:
     rows: list[tuple[Value, ...]] = []
-    for volume in volumes(setup):
+    for volume in found:
         way = group_path(setup, volume)
         rate = group_gb_s(setup, volume)
         best = float(volume.nbytes) / (rate * 1e9)
         crowded = float(volume.nbytes) / (way.crowded_gb_s * 1e9)
-        sent = size(volume.nbytes, digits=2)
-        rows.append((volume.name, volume.members, sent, way.link, f"{rate:.4g} GB/s", seconds(best), seconds(crowded)))
+        sent = (size(volume.ideal, digits=2), size(volume.nbytes, digits=2))
+        rows.append((volume.name, volume.members, *sent, way.link, f"{rate:.4g} GB/s", seconds(best), seconds(crowded)))
     table = Table(
         key="groups",
         title="Sent by the busiest rank in one update",
-        columns=("group", "members", "sent", "slowest link", "rate", "time", "if all cross at once"),
+        columns=("group", "members", "ideal", "sent", "slowest link", "rate", "time", "if all cross at once"),
         rows=tuple(rows),
-        formulas={volume.name: volume.formula for volume in volumes(setup)},
+        formulas={volume.name: volume.formula for volume in found}
+        | {"sent": "the ideal, which the founding documents count, and what this engine sends beyond it: the table below"},
         source="ring collectives; bandwidth only, no latency",
     )
     hop = activation_bytes(setup) / setup.sp
@@ -128,15 +137,33 @@ def _groups(setup: Setup) -> Section:
             nbytes("hop", "one hand-off between stages", value=hop,
                    why=why("w sbh / (c r): an activation; weights stay where they are", DOC_A, r=setup.sp, c=setup.mesh.cp)),
         ),
-        tables=(table,),
+        tables=(table, _lines(found)),
     )  # fmt: skip
+
+
+def _lines(found: tuple[Volume, ...]) -> Table:
+    """What the bytes of each group are made of."""
+    rows: list[tuple[Value, ...]] = []
+    formulas: dict[str, str] = {}
+    for volume in found:
+        for line in volume.lines:
+            share = f"{100 * float(line.nbytes) / float(volume.nbytes):.1f} %"
+            rows.append((volume.name, line.what, size(line.nbytes, digits=2), share))
+            formulas[f"{volume.name}: {line.what}"] = line.formula
+    return Table(
+        key="sent_lines",
+        title="Line by line: the ideal first, then what this engine sends beyond it",
+        columns=("group", "what", "sent", "of the group"),
+        rows=tuple(rows),
+        formulas=formulas,
+        source="collectives of ftrain.parallel, counted on running ranks by tests/plan/test_volumes_counted.py",
+    )
 
 
 def _ring(setup: Setup, members: int, buffer_bytes: int) -> Section:
     profile = setup.profile
     n = members or setup.mesh.shards
-    gradients = next((v.nbytes for v in volumes(setup) if v.name.startswith("DP")), Fraction(0)) * 4 / 6
-    buffer = buffer_bytes or (gradients * n / (n - 1) if n > 1 else Fraction(0))
+    buffer = Fraction(buffer_bytes or (GRADIENT * largest(setup).common if n > 1 else 0))
     sent = ring(n) * buffer
     return Section(
         title=f"A ring all-reduce over {n}",

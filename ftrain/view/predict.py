@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ftrain.config import Config
 from ftrain.plan import memory, profile, schedule
+from ftrain.plan.ring import Volume
 from ftrain.plan.setup import Setup, options_of
 from ftrain.plan.time import Step, step
-from ftrain.plan.volume import Volume, volumes
+from ftrain.plan.volume import volumes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ def predict(config: Config, hardware: str = "") -> Predicted:
         memory=memory.all_ranks(setup),
         bubble=_bubble(setup),
         step=step(setup) if setup.profile.peak_flops else None,
-        volumes=volumes(setup),
+        volumes=volumes(setup, aligned=True),
     )
 
 

@@ -59,10 +59,10 @@ def test_row_19_global_batch_is_micro_times_count_times_replicas():
 
 def test_row_19_what_cannot_be_dealt_is_refused_with_the_nearest_legal_values():
     with pytest.raises(ConfigProblems) as caught:
-        load("configs/llama3-8b.toml", ["batch.global_batch=60", "batch.micro_batch=1"])
+        load("configs/llama3-8b.toml", ["batch.global_batch=30", "batch.micro_batch=1"])
     (problem,) = caught.value.problems
     assert problem.path == "batch.global_batch"
-    assert problem.hint == "nearest: 64"
+    assert problem.hint == "nearest: 32"
 
 
 def _bytes(engine):

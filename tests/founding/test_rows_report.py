@@ -104,7 +104,7 @@ def test_row_32_fsdp_beside_the_distributed_optimizer_on_the_same_task() -> None
     plain = predict(config("parallel.ranks=8", *GPU)).setup
     fsdp = replace(plain, options=replace(plain.options, sharding="fsdp"))
     d, m, n = plain.mesh.shards, plain.microbatches, largest(plain).total
-    sent = [next(float(volume.nbytes) for volume in volumes(each) if volume.name == "DP x CP") for each in (plain, fsdp)]
+    sent = [next(float(volume.ideal) for volume in volumes(each) if volume.name == "DP x CP") for each in (plain, fsdp)]
     assert sent == pytest.approx([(d - 1) / d * n * (4 + 2), (d - 1) / d * n * (2 * 2 + 4) * m])
     held = [float(max(rank.weights + rank.gradients for rank in all_ranks(each))) for each in (plain, fsdp)]
     assert held == pytest.approx([6 * n, 6 * n / d])

@@ -54,7 +54,7 @@ def test_recompute_and_overlap_are_the_configs() -> None:
 )
 def test_the_busiest_stage_hands_on_and_back_unless_it_is_an_end(p: int, v: int, placement: Any, sends: int) -> None:
     """Counted along the chain of virtual stages; where two of them share a rank nothing is sent."""
-    assert hand_offs(p, v, placement) == sends
+    assert max(hand_offs(p, v, placement)) == sends
 
 
 @pytest.mark.parametrize("overrides", [INTERLEAVED, COUNTS, "--set parallel.pp=2 --set parallel.schedule=zb_v"])

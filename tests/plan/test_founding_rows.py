@@ -191,7 +191,7 @@ def test_row_33_fsdp_of_the_reference_engine() -> None:
 
 
 def test_row_34_two_level_sharding() -> None:
-    small = "configs/llama3-8b.toml --hardware h100 --set parallel.ranks=4 --set batch.global_batch=4"
+    small = "configs/llama3-8b.toml --hardware h100 --set parallel.ranks=4 --set parallel.tp=1 --set batch.global_batch=4"
     parts = {
         entry["record"]: entry["part kept"]
         for entry in ask(f"plan memory {small} --sharding hfsdp --inner 2").rows("state_kinds")

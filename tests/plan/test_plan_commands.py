@@ -75,7 +75,7 @@ def test_the_planner_imports_no_torch_and_no_zarr() -> None:
         (["memory", "none.toml"], "cannot be read"),
         (["memory", "CONFIG", "--hardware", "h900"], "give one of a100, b200, h100"),
         (["memory", "CONFIG", "--set", "parallel.tp=3"], "a divisor of model.heads"),
-        (["memory", "CONFIG", "--sharding", "hfsdp", "--inner", "3"], "wanted a divisor of DP x CP = 64 x 1"),
+        (["memory", "CONFIG", "--sharding", "hfsdp", "--inner", "3"], "wanted a divisor of DP x CP = 32 x 1"),
         (["schedule", "CONFIG", "--schedule", "2f2b"], "no schedule is called '2f2b'"),
         (["schedule", "CONFIG", "--stages", "64", "--microbatches", "512", "--svg", "x.svg"], "fewer --microbatches"),
         (["explain", "CONFIG", "--rank", "64"], "ranks 0 to 63"),
@@ -98,8 +98,9 @@ def test_what_is_wrong_is_said_and_ends_with_the_config_code(arguments: list[str
 def test_without_hardware_the_assumption_is_said() -> None:
     result = CliRunner().invoke(plan, ["memory", str(ROOT / "configs/demo.toml")])
     assert "laptop assumed" in result.stderr
-    result = CliRunner().invoke(plan, ["memory", str(ROOT / "configs/llama3-8b.toml")])
-    assert "h100 assumed" in result.stderr
+    large = ["memory", str(ROOT / "configs/llama3-8b.toml")]
+    assert "h100 assumed" in CliRunner().invoke(plan, [*large, "--set", 'machine.hardware=""']).stderr
+    assert "assumed" not in CliRunner().invoke(plan, large).stderr, "the config names its hardware"
 
 
 def test_the_pictures_in_the_docs_are_fresh_and_parse() -> None:
@@ -137,8 +138,8 @@ def test_search_ranks_what_fits_and_places_the_config() -> None:
 
 
 def test_a_time_that_no_run_takes_is_said_to_be_none() -> None:
-    """Llama 3 8B on 64 cards of 80 GB needs recompute; with it nothing is warned of, and the search says that it is needed."""
-    config = "configs/llama3-8b.toml --hardware h100"
+    """Llama 3 8B whole on each of 64 cards of 80 GB needs recompute; with it nothing is warned of, and the search says so."""
+    config = "configs/llama3-8b.toml --hardware h100 --set parallel.tp=1"
     (warned,) = ask(f"plan time {config}").data["warnings"]
     assert "no run takes this time" in warned
     assert "does not fit: pipeline rank 0 needs 93.1 GB of 80 GB" in warned

@@ -99,15 +99,15 @@ def test_operations_are_those_of_the_experts_that_a_token_meets() -> None:
 def test_tokens_go_to_their_experts_and_back_twice() -> None:
     """8 layers and 16 micro-batches of a rank, 8,192 tokens with two experts each; an eighth of the rows stays at home."""
     sent = {volume.name: volume for volume in volumes(setup())}
-    assert sent["EP"].nbytes == 4 * Fraction(7, 8) * 2 * (2 * 8192 * 4096) * 8 * 16
+    assert sent["EP"].ideal == 4 * Fraction(7, 8) * 2 * (2 * 8192 * 4096) * 8 * 16
     assert (sent["EP"].members, sent["DP x CP"].members, sent["DP x CP / EP"].members) == (8, 32, 4)
     own = largest(setup())
     assert sent["DP x CP"].nbytes == Fraction(31, 32) * own.common * 6
     assert sent["DP x CP / EP"].nbytes == Fraction(3, 4) * own.experts * 6
-    half = {volume.name: volume.nbytes for volume in volumes(setup("model.capacity=0.5"))}
-    assert half["EP"] * 2 == sent["EP"].nbytes
-    more = {volume.name: volume.nbytes for volume in volumes(setup("model.capacity=1.25"))}
-    assert more["EP"] == sent["EP"].nbytes, "room beyond the mean is used by no more tokens than there are"
+    half = {volume.name: volume.ideal for volume in volumes(setup("model.capacity=0.5"))}
+    assert half["EP"] * 2 == sent["EP"].ideal
+    more = {volume.name: volume.ideal for volume in volumes(setup("model.capacity=1.25"))}
+    assert more["EP"] == sent["EP"].ideal, "room beyond the mean is used by no more tokens than there are"
     alone = {volume.name for volume in volumes(setup("parallel.ep=1"))}
     assert alone == {"PP", "DP x CP"}
 

@@ -17,9 +17,10 @@ from ftrain.parallel.stages import config_parameters
 from ftrain.plan import cost, memory, profile, state
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
 from ftrain.plan.params import alignment, replicated, shards
+from ftrain.plan.ring import half_ring, ring
 from ftrain.plan.schedule import bubble_of_compute, timeline
 from ftrain.plan.setup import Options, Setup, options_of
-from ftrain.plan.volume import half_ring, ring, volumes
+from ftrain.plan.volume import volumes
 
 
 def setup(name: str, *overrides: str, hardware: str = "h100", **options: object) -> Setup:
@@ -112,10 +113,10 @@ def test_recompute_keeps_less_and_sequence_parallelism_cuts_the_rest() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_what_would() -> None:
-    reply = ask("plan memory configs/llama3-405b.toml --hardware h100")
+    reply = ask("plan memory configs/llama3-405b.toml --hardware h100 --recompute none")
     assert reply.code == 3
     assert "With --recompute full it needs 25.6 GB, which fits" in reply.said
-    assert ask("plan memory configs/llama3-405b.toml --hardware h100 --recompute full").code == 0
+    assert ask("plan memory configs/llama3-405b.toml --hardware h100").code == 0, "the config's own choice"
 
 
 def test_the_worst_rank_is_among_those_the_search_looks_at() -> None:
@@ -126,7 +127,7 @@ def test_the_worst_rank_is_among_those_the_search_looks_at() -> None:
 
 
 def test_fsdp_shards_everything_and_gathers_two_layers() -> None:
-    plan = setup("llama3-8b", sharding="fsdp")
+    plan = setup("llama3-8b", "parallel.tp=1", sharding="fsdp")
     (rank,) = memory.all_ranks(plan)
     assert rank.state == Fraction(18 * rank.params, 64)
     logits = 4 * 8192 * 128_256  # in fp32, while the loss is made of them
@@ -137,7 +138,7 @@ def test_ring_volumes_are_the_lower_bound() -> None:
     assert (ring(8), ring(128)) == (Fraction("1.75"), Fraction("1.984375"))
     assert ring(8) == 2 * half_ring(8)
     plan = setup("dense-500b", hardware="b200")
-    sent = {volume.name: volume.nbytes for volume in volumes(plan)}
+    sent = {volume.name: volume.ideal for volume in volumes(plan)}
     assert sent["TP"] == 4 * ring(8) * 2 * 4096 * 18432 * 15 * 32
     assert sent["PP"] == 2 * Fraction(2 * 4096 * 18432, 8) * 32
     assert sent["DP x CP"] == half_ring(80) * 6 * max(own.total for own in shards(plan))

@@ -145,7 +145,7 @@ def test_tokens_for_experts_count_with_what_replicas_exchange() -> None:
     found = graded(*overrides, metrics=[line(step, sent={"dp": 1e6, "pp": 10.0}) for step in range(1, 21)])
     chosen = config("parallel.pp=2", *overrides)
     setup = Setup(config=chosen, profile=profile.load("h100"), options=options_of(chosen))
-    planned = {volume.name: float(volume.nbytes) for volume in volumes(setup)}
+    planned = {volume.name: float(volume.nbytes) for volume in volumes(setup, aligned=True)}
     assert set(planned) == {"PP", "EP", "DP x CP"}, "two replicas that share the experts: nobody has the same ones"
     assert row(found, "sent_dpxcp")[:2] == (planned["EP"] + planned["DP x CP"], 1e6)
     assert not [key for key in (row.key for row in found.rows) if key in ("sent_ep", "ep_s")]
