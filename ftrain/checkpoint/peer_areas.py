@@ -1,9 +1,10 @@
 """The memory areas of a node as other nodes see them: they leave copies of their snapshots here, and read what lies here.
 
 A copy is a slot like any other: header, table, progress, payload with its crc32c. It is complete only once every chunk's crc
-was computed again from what arrived, and its owner has said that it was not
-overwritten on the way. Two areas hold the copies of one rank, so one is always whole while the other is filled;
-which of them must stay says whoever offers the next copy, because it alone knows which step is whole on all ranks.
+was computed again from what arrived, and its owner has said that it was not overwritten on the way. Two areas hold the copies
+of one rank, so one is always whole while the other is filled; which of them must stay says whoever offers the next copy,
+because it alone knows which step is whole on all ranks. It may know an older one than an attempt that has just begun: what that
+one reads, no offer overwrites (`ftrain.checkpoint.area_lock`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
+from ftrain.checkpoint.area_lock import AreaLock
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, SlotTable
 from ftrain.checkpoint.names import PEER, is_peer, of_peer
 from ftrain.checkpoint.peer_link import Describe, Described, Fine, Link, Offer, PeerError, Read, Refused, Request, Unchanged
@@ -22,30 +25,40 @@ from storage.pack import check
 __all__ = ["PEER", "PeerAreas"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Area:
+    """One area: `lock` is among the threads of this process, `file` among processes and taken second."""
+
+    slot: ArenaSlot
+    file: AreaLock
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class PeerAreas:
     """The areas of one node, its own and the copies of others. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._slots: dict[str, tuple[ArenaSlot, threading.Lock]] = {}
+        self._areas: dict[str, Area] = {}
         self._choosing = threading.Lock()
 
     def adopt(self, name: str, fd: int) -> None:
         """Know an area."""
-        self._slots[name] = (ArenaSlot(fd), threading.Lock())
+        self._areas[name] = Area(ArenaSlot(fd), AreaLock(fd))
 
     def drop(self, name: str) -> None:
         """Forget an area, after the work on it has ended."""
-        entry = self._slots.pop(name, None)
-        if entry is not None:
-            with entry[1]:
-                entry[0].close()
+        area = self._areas.pop(name, None)
+        if area is not None:
+            with area.lock:
+                area.slot.close()
+                area.file.close()
 
     def forget_after(self, step: int) -> None:
         """Copies of later steps than the one the run goes on from mean nothing any more."""
-        for name, (slot, lock) in list(self._slots.items()):
-            with lock:
-                if is_peer(name) and self._slots.get(name) and slot.header().step > step:
-                    slot.forget()
+        for name, area in list(self._areas.items()):
+            with area.lock:
+                if is_peer(name) and self._areas.get(name) and area.slot.header().step > step:
+                    area.slot.forget()
 
     def handle(self, link: Link, request: Request) -> None:
         """Answer one request of another node. Raises what its connection raises."""
@@ -65,14 +78,14 @@ class PeerAreas:
             link.send(Refused(reason=str(error)))
 
     @contextlib.contextmanager
-    def _held(self, area: str) -> Iterator[ArenaSlot]:
-        entry = self._slots.get(area)
-        if entry is None:
-            raise PeerError(f"there is no memory area {area} here")
-        with entry[1]:
-            if area not in self._slots:
-                raise PeerError(f"memory area {area} was given back")
-            yield entry[0]
+    def _held(self, name: str) -> Iterator[ArenaSlot]:
+        area = self._areas.get(name)
+        if area is None:
+            raise PeerError(f"there is no memory area {name} here")
+        with area.lock:
+            if name not in self._areas:
+                raise PeerError(f"memory area {name} was given back")
+            yield area.slot
 
     def _send(self, link: Link, request: Read) -> None:
         with self._held(request.area) as slot:
@@ -113,24 +126,34 @@ class PeerAreas:
 
     @contextlib.contextmanager
     def _chosen(self, offer: Offer) -> Iterator[ArenaSlot]:
-        """The area for a copy: not the one that must be kept; of the others the same step's, else the oldest."""
+        """The area for a copy: not the one that must be kept, nor one that is read; of the others the same step's, else the
+        oldest.
+        """
 
-        def age(slot: ArenaSlot) -> tuple[bool, int]:
-            header = slot.header()
+        def age(area: Area) -> tuple[bool, int]:
+            header = area.slot.header()
             same = (header.attempt, header.step) == (offer.attempt, offer.step)
             return (not same, header.step if header.state is SlotState.COMPLETE else -1)
 
         with self._choosing:
-            found = [(name, *entry) for name, entry in self._slots.items() if is_peer(name) and of_peer(name) == offer.of]
-            free = [it for it in found if (offer.keep is None or _key(it[1]) != offer.keep) and not it[2].locked()]
-            if not free:
+            found = [area for name, area in list(self._areas.items()) if is_peer(name) and of_peer(name) == offer.of]
+            free = (area for area in found if offer.keep is None or _key(area.slot) != offer.keep)
+            area = next((area for area in sorted(free, key=age) if self._take(area)), None)
+            if area is None:
                 raise PeerError(f"no memory area is free here for a copy of {offer.of} ({len(found)} are there)")
-            _, slot, lock = min(free, key=lambda it: age(it[1]))
-            lock.acquire()
         try:
-            yield slot
+            yield area.slot
         finally:
-            lock.release()
+            area.file.release()
+            area.lock.release()
+
+    def _take(self, area: Area) -> bool:
+        if not area.lock.acquire(blocking=False):
+            return False
+        if area in list(self._areas.values()) and area.file.fill():
+            return True
+        area.lock.release()
+        return False
 
 
 def _key(slot: ArenaSlot) -> tuple[int, int] | None:

@@ -4,7 +4,8 @@ Each node tells all ranks what it holds. The newest step of which every rank's s
 reader that read object storage: a slot of this node is read where it lies, one of another node by ranges through that node's
 keeper. Under the layout that wrote it a rank needs the shares of its own node's ranks alone (what is replicated is so within
 tensor parallel groups, which do not leave a node); under another layout any share, and the digests of all arrays prove it.
-What cannot be fetched makes the step one that does not load, and storage is next.
+What cannot be fetched makes the step one that does not load, and storage is next. From before its node tells until all ranks
+have read, each rank holds the areas for copies on its node as they are: a late copy from another node cannot change them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ftrain.checkpoint.area_lock import unchanging
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, SlotTable
 from ftrain.checkpoint.memory import ArenaStore, table_manifest
 from ftrain.checkpoint.names import AreaName, area_name
@@ -177,38 +179,28 @@ def from_peer_memory(
     slots: Mapping[str, ArenaSlot],
     neighbours: Neighbours,
     *,
+    fds: Mapping[str, int],
     rank: int,
     least_step: int,
     dial: Callable[[Path, str], Link] = dial_keeper,
 ) -> Restored | tuple[int, str] | None:
     """Load the newest snapshot of at least `least_step` that the nodes hold together. A collective.
 
-    `slots`: all areas of this rank's node. Returns what was done; (step, what is wrong with it) if it does not load; None if
-    there is none.
+    `slots`: all areas of this rank's node, `fds` their files. Returns what was done; (step, what is wrong with it) if it does
+    not load; None if there is none.
     """
-    found = told_by_all(slots, neighbours.nodes, rank=rank)
-    whole = [key for key, shares in found.items() if sorted(shares) == list(range(key[3])) and key[0] >= least_step]
-    if not whole:
-        return None
-    key = max(whole)
-    here = neighbours.nodes[rank]
-    store = PeerStore(here, slots, neighbours.control, dial=dial)
-    load = _Load(engine, store, key, found[key], neighbours, rank=rank)
-    try:
-        problem = agreed(attempt(load.prepare))
-        if problem is None:
-            problem = agreed(attempt(load.load))
-        proof = "crc32c of every chunk"
-        if problem is None and load.other_layout:
-            saved = digests_of(load.told_by_me(slots), engine)
-            problem = differ(saved, live_digests(engine))
-            proof = f"digests of {len(saved)} arrays, across {load.progress['layout']} and {engine.layout}"
-    finally:
-        store.close()
-    if problem is not None:
-        return key[0], f"memory of the nodes: {problem}"
-    copies = any(shares[0].peer for shares in found[key].values())
-    return Restored(source="peer" if copies else "memory", step=key[0], progress=load.progress, proof=proof)
+    with unchanging({name: fds[name] for name in slots}) as still:
+        found = told_by_all({name: slots[name] for name in slots if name in still}, neighbours.nodes, rank=rank)
+        whole = [key for key, shares in found.items() if sorted(shares) == list(range(key[3])) and key[0] >= least_step]
+        if not whole:
+            return None
+        key = max(whole)
+        store = PeerStore(neighbours.nodes[rank], slots, neighbours.control, dial=dial)
+        load = _Load(engine, store, key, found[key], neighbours, rank=rank)
+        try:
+            return load.restore(slots)
+        finally:
+            store.close()
 
 
 class _Load:
@@ -229,6 +221,22 @@ class _Load:
         self.progress: dict[str, Any] = {}
         self.other_layout = False
         self._tables: dict[str, SlotTable] = {}
+
+    def restore(self, slots: Mapping[str, ArenaSlot]) -> Restored | tuple[int, str]:
+        """The whole of it; what came of it. A collective."""
+        engine, step = self._engine, self._key[0]
+        problem = agreed(attempt(self.prepare))
+        if problem is None:
+            problem = agreed(attempt(self.load))
+        proof = "crc32c of every chunk"
+        if problem is None and self.other_layout:
+            saved = digests_of(self.told_by_me(slots), engine)
+            problem = differ(saved, live_digests(engine))
+            proof = f"digests of {len(saved)} arrays, across {self.progress['layout']} and {engine.layout}"
+        if problem is not None:
+            return step, f"memory of the nodes: {problem}"
+        copies = any(shares[0].peer for shares in self._shares.values())
+        return Restored(source="peer" if copies else "memory", step=step, progress=self.progress, proof=proof)
 
     def _nearest(self, of: int) -> Share:
         """Of equal copies the one of this node."""

@@ -98,7 +98,7 @@ def main(context: WorkerContext) -> None:
     folder = Path(args.local_dir) / "faults"
     faults = Faults(config.faults, folder, rank=context.rank, corrupt=lambda kind: spoil(engine, kind))
     context.heartbeat.beat("restore")
-    restored = _restore(engine, args, slots, rank=context.rank, world=config.parallel.ranks)
+    restored = _restore(engine, args, slots, context)
     way = Way(args, restored)
     constant = _constant(config, args, engine)
     _warn(restored, constant)
@@ -249,8 +249,9 @@ def _join(context: WorkerContext, address: tuple[str, int], world: int, timeout_
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=world, timeout=timeout)
 
 
-def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, rank: int, world: int) -> Restored:
+def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], context: WorkerContext) -> Restored:
     config, engine.phase = engine.config, args.phase
+    rank, world = context.rank, config.parallel.ranks
     limit_traffic(config)
     run = RunStore(open_configured(config.storage, args.restore_url)) if args.storage_step is not None else None
     sources = {name: slots[name] for name in args.source_slots if args.nearer}
@@ -259,7 +260,7 @@ def _restore(engine: Engine, args: WorkerArgs, slots: dict[str, ArenaSlot], *, r
         least = max(args.storage_step or 0, args.local_step or 0)
         if args.nodes:
             neighbours = Neighbours(control=Path(args.control), nodes=args.nodes)
-            found = from_peer_memory(engine, sources, neighbours, rank=rank, least_step=least)
+            found = from_peer_memory(engine, sources, neighbours, fds=context.fds, rank=rank, least_step=least)
         else:
             found = from_spread_memory(engine, sources, rank=rank, world=world, least_step=least)
         if isinstance(found, Restored):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from ftrain.checkpoint.area_lock import unchanging
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, Upload, slot_name, slot_nbytes
 from ftrain.checkpoint.messages import Buddies, CopyFailed, KeeperMessage, KeepSnapshots, PeerCopied
 from ftrain.checkpoint.names import area_name, peer_name
@@ -39,12 +40,12 @@ class Node:
         self.said: queue.SimpleQueue[KeeperMessage] = queue.SimpleQueue()
         self.peers = Peers(node=name, control=control, host="127.0.0.1", send=self.said.put)
         names = [slot_name(rank, index, 0) for index in range(3)] + [peer_name(copies_of, index, 0) for index in range(2)]
-        self.slots: dict[str, ArenaSlot] = {}
-        for area in names:
-            fd = memfd(area, slot_nbytes(LAYOUT))
-            self.slots[area] = ArenaSlot(fd)
-            self.peers.adopt(area, fd)
-            os.close(fd)
+        self.fds = {area: memfd(area, slot_nbytes(LAYOUT)) for area in names}
+        self.slots = {area: ArenaSlot(fd) for area, fd in self.fds.items()}
+        for area, fd in self.fds.items():
+            given = os.dup(fd)
+            self.peers.adopt(area, given)
+            os.close(given)
         self.rank = rank
 
     def snapshot(self, index: int, step: int, *, upload: bool = False) -> np.ndarray[Any, Any]:
@@ -76,6 +77,8 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     yield made
     for node in made:
         node.peers.close()
+        for fd in node.fds.values():
+            os.close(fd)
 
 
 def test_a_snapshot_is_copied_with_its_crcs_and_held_and_the_one_that_is_whole_stays(nodes: tuple[Node, Node]) -> None:
@@ -174,6 +177,49 @@ def test_what_is_overwritten_while_it_is_sent_is_no_copy_although_every_chunk_of
     one.peers.keep(KeepSnapshots(keep=None, copy=(0, 9)))
     assert isinstance(one.heard(), PeerCopied)  # the area is free again
     assert set(two.copies()) == {9}
+
+
+def test_a_late_copy_does_not_overwrite_what_is_read(nodes: tuple[Node, Node]) -> None:
+    """An attempt begins with step 6, which memory has; a late offer, which knows of 3 alone, must not take its area."""
+    one, two = nodes
+    for index, step in enumerate((3, 6)):
+        one.snapshot(index, step)
+        one.peers.keep(KeepSnapshots(keep=None if step == 3 else (0, 3), copy=(0, step)))
+        assert isinstance(one.heard(), PeerCopied)
+    before = two.copies()[6].payload().tobytes()
+    one.snapshot(2, 9)
+    with unchanging(two.fds) as still:
+        assert still == two.fds.keys()
+        one.peers.keep(KeepSnapshots(keep=(0, 3), copy=(0, 9)))
+        answer = one.heard()
+        assert isinstance(answer, CopyFailed)
+        assert "no memory area is free" in answer.reason
+        assert two.copies()[6].payload().tobytes() == before
+    one.peers.keep(KeepSnapshots(keep=(0, 3), copy=(0, 9)))
+    assert isinstance(one.heard(), PeerCopied)
+    assert set(two.copies()) == {3, 9}
+
+
+def test_an_area_that_is_being_filled_is_nothing_to_begin_with(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes
+    one.snapshot(0, 3)
+    seen: list[frozenset[str]] = []
+    send_bytes = Link.send_bytes
+
+    def look(link: Link, view: memoryview) -> None:
+        with unchanging(two.fds) as still:
+            seen.append(still)
+        send_bytes(link, view)
+
+    monkeypatch.setattr(Link, "send_bytes", look)
+    one.peers.keep(KeepSnapshots(keep=None, copy=(0, 3)))
+    assert isinstance(one.heard(), PeerCopied)
+    filled = next(name for name, slot in two.slots.items() if slot is two.copies()[3])
+    assert seen == [two.fds.keys() - {filled}]
+    with unchanging(two.fds) as still:
+        assert filled in still
 
 
 def test_a_connection_that_the_other_node_gave_up_is_made_again(nodes: tuple[Node, Node], tmp_path: Path) -> None:
