@@ -150,7 +150,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Zero bubble H1: weight gradients fill what 1F1B leaves idle.
 
     Rank i starts with p - i forwards and lets at most i weight gradients wait, so that every rank holds what 1F1B's first
-    rank holds, and the idle time shrinks from (p-1)(F+B+W) to (p-1)(F+B-W).
+    rank holds, and the idle time of each shrinks from (p-1)(F+B+W) to (p-1)(F+B-W): if W is not the longest of the three, else
+    to (p-1) max(F, B), because the first backward cannot come earlier (m >= 2p).
     """
     return _loop("zb-h1", num_ranks, num_microbatches, [_h1_rank(r, num_ranks, num_microbatches) for r in range(num_ranks)])
 
@@ -171,6 +172,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Zero bubble on a V: the last stage lives beside the first, so the first backward starts where the batch entered.
 
     As much is held as under 1F1B (2p half stages); with F = B = W no rank idles between its first and its last action.
+    Idle time does not grow with m, but with what makes the three unequal: on two ranks, each time that of a half stage, it is
+    the longest of F, B, 2(B-W) and 2F-B-W (as long as W is at least half of B).
     """
     ranks = tuple(tuple(_vee_rank(r, num_ranks, num_microbatches)) for r in range(num_ranks))
     return Schedule(

@@ -38,12 +38,14 @@ def test_every_schedule_is_legal(name: str, p: int, m: int) -> None:
 
 
 @UNHURRIED
-@given(p=st.integers(2, 8), groups=st.integers(1, 3), v=st.integers(2, 4))
-def test_interleaved_is_legal_and_its_bubble_is_the_formula(p: int, groups: int, v: int) -> None:
+@given(p=st.integers(2, 8), groups=st.integers(1, 3), v=st.integers(2, 4), forward=TIMES, half=TIMES)
+def test_interleaved_is_legal_and_its_bubble_is_the_formula_for_any_ratio(
+    p: int, groups: int, v: int, forward: int, half: int
+) -> None:
     m = p * groups
     schedule = interleaved(p, m, v)
     assert problems(schedule) == []
-    line = simulate(schedule, even(forward=1, backward_input=1, backward_weight=1, num_chunks=v))
+    line = simulate(schedule, even(forward=forward, backward_input=half, backward_weight=half, num_chunks=v))
     assert line.bubble_of_compute() == Fraction(p - 1, v * m)
     assert line.bubble_of_total() == Fraction(p - 1, v * m + p - 1)
 
@@ -73,6 +75,25 @@ def test_zero_bubble_v_has_no_idle_time_inside_a_rank(p: int, extra: int) -> Non
     for rank in range(p):
         spans = [span for span in line.spans if span.rank == rank]
         assert spans[-1].end - spans[0].begin == line.busy(rank)
+
+
+@UNHURRIED
+@given(p=RANKS, extra=st.integers(0, 8), f=TIMES, b=TIMES, w=TIMES)
+def test_what_zero_bubble_h1_idles_at_any_times(p: int, extra: int, f: int, b: int, w: int) -> None:
+    """The first rank's forwards, the last backwards, or both where W is too short to fill what they leave."""
+    m = 2 * p + extra
+    line = simulate(zb_h1(p, m), even(forward=f, backward_input=b, backward_weight=w))
+    assert line.length == m * (f + b + w) + (p - 1) * max(f, b, f + b - w)
+
+
+@settings(UNHURRIED, max_examples=150)
+@given(extra=st.integers(0, 4), f=TIMES, b=TIMES, w=TIMES)
+def test_what_zero_bubble_v_idles_on_two_ranks_at_any_times(extra: int, f: int, b: int, w: int) -> None:
+    """`f`, `b`, `w`: of a half stage. The last two only where W is not even half of B."""
+    m = 4 + extra
+    idle = max(f, b, 2 * (b - w), 2 * f - b - w, f + b - 2 * w, 2 * f - 3 * w)
+    line = simulate(zb_v(2, m), even(forward=2 * f, backward_input=2 * b, backward_weight=2 * w, num_chunks=2))
+    assert line.length == 2 * m * (f + b + w) + idle
 
 
 @UNHURRIED
