@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from math import lcm, prod
 
 from ftrain.parallel.layout import Kind, ParameterSpec, is_owner, local_box, row_dim
@@ -118,6 +119,11 @@ def row_units(specs: Sequence[ParameterSpec], mesh: MeshShape, *, bucket_bytes: 
             unit = _row_unit(group, mesh, stage)
             units |= {spec.name: unit for spec in group if may_be_cut(spec)}
     return units
+
+
+def bucket_key(mesh: MeshShape, coordinate: Coordinate) -> tuple[int, int, int]:
+    """What of a place its buckets depend on: those who only hold other tokens have the same."""
+    return coordinate.tp, coordinate.pp, mesh.shard(coordinate) % mesh.ep
 
 
 def state_boxes(buckets: Sequence[Bucket], mesh: MeshShape, coordinate: Coordinate) -> list[tuple[str, Box]]:
@@ -295,14 +301,16 @@ def _try_place(
         position = start + box.size
     if position > region * num_regions:
         return None
-    free = [gap for span in (*gaps, (position, region * num_regions)) for gap in _within_regions(*span, region)]
+    spans = (*gaps, (position, region * num_regions))
+    free = [(start - stop, start) for span in spans for start, stop in _within_regions(*span, region)]
+    heapify(free)  # the largest first; of two equal ones the lower
     for spec, box in small:
-        start, stop = max(free, key=lambda gap: (gap[1] - gap[0], -gap[0]), default=(0, 0))
-        if stop - start < box.size:
+        left, start = free[0] if free else (0, 0)
+        if -left < box.size:
             return None
-        free.remove((start, stop))
         slots.append(Slot(spec, box, start))
-        free.append((min(_up(start + box.size, ALIGN), stop), stop))
+        taken = min(_up(box.size, ALIGN), -left)
+        heapreplace(free, (left + taken, start + taken))
     return sorted(slots, key=lambda slot: slot.start)
 
 

@@ -17,10 +17,9 @@ from mixed import Digests, Tiers, loaded, resized, tiers_in, trained
 from tiny import tiny
 from world import run_world
 
-from ftrain.checkpoint.layout import rank_layout
+from ftrain.checkpoint.layout import rank_layouts
 from ftrain.config import Config, Model
 from ftrain.load import num_parameters
-from ftrain.parallel.shape import mesh_shape
 from storage.manifest import Manifest
 from storage.objects import open_store
 from storage.pack import ArraySpec
@@ -126,7 +125,7 @@ def planned(model: dict[str, int], ranks: int) -> tuple[Config, int]:
     config = msgspec.structs.replace(
         config, model=Model(**model), parallel=msgspec.structs.replace(config.parallel, bucket_mib=64)
     )
-    return config, sum(rank_layout(config, place).nbytes for place in mesh_shape(config).coordinates())
+    return config, sum(layout.nbytes for layout in rank_layouts(config))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 8, 16, 64])
@@ -166,8 +165,7 @@ def _listed(rank: int, config: Config) -> tuple[list[object], list[ArraySpec]]:
 def test_the_planned_parts_are_the_live_pieces_in_their_order(ranks: int, compute_dtype: str) -> None:
     """The supervisor sizes arenas by the plan, the worker copies by the pieces: one list, made twice."""
     config = config_of(ranks, compute_dtype=compute_dtype)
-    for place, (live, specs) in zip(mesh_shape(config).coordinates(), run_world(_listed, ranks, config), strict=True):
-        layout = rank_layout(config, place)
+    for layout, (live, specs) in zip(rank_layouts(config), run_world(_listed, ranks, config), strict=True):
         plan = [(part.array, tuple(part.offset), tuple(part.shape), layout.specs[part.array].dtype) for part in layout.parts]
         assert live == plan
         assert list(layout.specs.values()) == specs

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftrain.checkpoint.layout import rank_layout
-from ftrain.parallel.shape import mesh_shape
+from ftrain.checkpoint.layout import rank_layouts
 from ftrain.train.certify.layouts import Layout
 from ftrain.train.certify.verdict import Failure
 from storage.box import Box
@@ -27,7 +26,7 @@ def check_pairs(layouts: Sequence[Layout]) -> tuple[int, list[Failure]]:
     written: dict[str, Manifest] = {}
     wanted: dict[str, list[Wants]] = {}
     for layout in layouts:
-        parts = [rank_layout(layout.config, place) for place in mesh_shape(layout.config).coordinates()]
+        parts = list(rank_layouts(layout.config))
         wanted[layout.name] = [[(part.array, part.box) for part in rank.parts] for rank in parts]
         deliveries = [
             PackManifest(

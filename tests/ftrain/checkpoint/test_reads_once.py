@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftrain.checkpoint.layout import rank_layout
+from ftrain.checkpoint.layout import rank_layout, rank_layouts
 from ftrain.config import Config
 from ftrain.load import parse
 from ftrain.parallel.shape import mesh_shape
@@ -44,15 +44,14 @@ def laid_out(name: str) -> Config:
 def boxes_of(config: Config) -> list[list[tuple[str, Box]]]:
     """What each rank loads: masters and moments of its shard. Weights are made from them."""
     return [
-        [(part.array, part.box) for part in rank_layout(config, place).parts if not part.array.startswith("weights/")]
-        for place in mesh_shape(config).coordinates()
+        [(part.array, part.box) for part in layout.parts if not part.array.startswith("weights/")]
+        for layout in rank_layouts(config)
     ]
 
 
 def manifest_of(config: Config) -> Manifest:
     packs = []
-    for rank, place in enumerate(mesh_shape(config).coordinates()):
-        layout = rank_layout(config, place)
+    for rank, layout in enumerate(rank_layouts(config)):
         info = PackInfo(name=f"e0000-a0000-r{rank:05d}.pack", nbytes=layout.nbytes)
         packs.append(PackManifest(pack=info, arrays=list(layout.specs.values()), parts=list(layout.parts), digests={}))
     return merge(packs, step=1, epoch=0, attempt=0, progress={}, created_s=0.0)
@@ -63,6 +62,12 @@ def read_over_needed(manifest: Manifest, config: Config) -> float:
     plans = [plan_reads(manifest, wants, limits=LIMITS) for wants in boxes_of(config) if wants]
     state = sum(spec.nbytes for spec in manifest.arrays if not spec.name.startswith("weights/"))
     return sum(plan.read_bytes for plan in plans) / state
+
+
+@pytest.mark.parametrize("layout", ["dp3", "tp2 pp2 dp2", "ep2"])
+def test_what_places_have_in_common_is_planned_once_for_all(layout: str) -> None:
+    config = laid_out(layout) if layout in LAYOUTS else parse(BASE, ["model.experts=4", "parallel.ep=2", "parallel.ranks=4"])
+    assert list(rank_layouts(config)) == [rank_layout(config, place) for place in mesh_shape(config).coordinates()]
 
 
 @pytest.mark.parametrize("saved", ["one", "dp3", "tp4", "tp2 pp2 dp2"])
