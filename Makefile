@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-BESIDE := -n 2  # two at a time: many of them wait for processes of theirs
+# Two at a time: many of them wait for processes of theirs. Each takes one half and then of what the other has left, so that
+# tests of one module, which share what was computed for them, mostly stay together.
+BESIDE := -n 2 --dist worksteal
 
 .PHONY: setup demo test test-all check docs
 setup: $(STAMP)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and the rule that in CI nothing may be skipped.
+"""Fixtures of all tests, their order, and the rule that in CI nothing may be skipped.
 
 On a newcomer's machine a test that lacks something (SeaweedFS, root, a GPU) is skipped with its reason. In CI,
 FTRAIN_TESTS_MUST_NOT_SKIP=1 turns every skip into a failure, unless the test needs a GPU: a proof that did not run is no proof.
@@ -51,6 +51,12 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def remount_read_only(folder: Path) -> None:
     """Make a small disk read-only: root may write to any folder, but to no read-only file system."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes goes first."""
+    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
 
 
 @pytest.hookimpl(wrapper=True)
