@@ -60,6 +60,19 @@ def stage_delay(engine):
         stage.forward = slow
 
 
+def weight_delay(engine):
+    """The gradients of the weights, put off, take longer for the first micro-batch on the last rank."""
+    if engine.mesh.rank == engine.mesh.shape.world - 1:
+        stage = next(iter(engine.passes.pipeline.stages.values()))
+        make_up = stage.backward_weight
+
+        def slow(microbatch, *args):
+            time.sleep(DELAY * (microbatch == 0))
+            make_up(microbatch, *args)
+
+        stage.backward_weight = slow
+
+
 class SlowWork:
     """A message that is longer on its way."""
 
@@ -220,6 +233,27 @@ def test_a_slow_stage_is_imbalance_and_not_bubble():
 @pytest.mark.dist
 def test_a_slow_link_between_stages_is_pp():
     reports, _ = run(piped(batch=SHORT), transfer_delay)
+    assert middle(reports, "pp") >= 0.8 * DELAY
+
+
+SPLIT = ("zb_h1", "zb_v")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", *SPLIT])
+def test_delays_are_found_under_every_schedule(schedule):
+    """A slow stage computes for longer, and what the other rank waits for it is not the schedule's idle time; a slow link is no
+    stage's. The bubble is that of the same work spread evenly, of which the delay is a part."""
+    config = piped(schedule, batch=SHORT)
+    for delay in (stage_delay, *([weight_delay] if schedule in SPLIT else [])):
+        reports, _ = run(config, delay)
+        assert middle(reports, "compute") >= DELAY
+        assert statistics.mode(report.worst["compute"][0] for report in reports) == 1
+        waited = [report.worst["imbalance"][1] + report.worst["bubble"][1] for report in reports]
+        assert statistics.median(waited) >= 0.9 * DELAY
+        assert middle(reports, "imbalance") >= 0.5 * DELAY
+    reports, _ = run(config, transfer_delay)
     assert middle(reports, "pp") >= 0.8 * DELAY
 
 
