@@ -8,6 +8,7 @@ shadow ours. An entry that was started without it executes itself again.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -87,12 +88,20 @@ def main(argv: list[str] | None = None) -> Any:
     if not sys.flags.safe_path:
         arguments = sys.argv[1:] if argv is None else argv
         os.execv(sys.executable, [sys.executable, "-P", "-m", "ftrain.cli.entry", *arguments])
+    _spell()
     try:
         return cli(args=argv, prog_name="ftrain")
     except OSError as error:
         _say(f"{error.filename or 'the system'}: {error.strerror or error}", ExitCode.STORAGE)
     except Exception as error:
         _say(f"this is a fault of ftrain, not yours: {type(error).__name__}: {error}\n{_kept()}", 1)
+
+
+def _spell() -> None:
+    """What a terminal's encoding has no sign for is a question mark there, and no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")
 
 
 def _kept() -> str:
@@ -110,7 +119,9 @@ def _kept() -> str:
 
 
 def _say(text: str, code: int) -> NoReturn:
-    click.secho(text, err=True, fg="red")
+    from ftrain.cli.render import complain
+
+    complain(text)
     sys.exit(code)
 
 

@@ -111,7 +111,8 @@ def resolve(asked: Asked) -> Setup:
 
     config = of_phase(load(asked.config, asked.overrides), asked.phase)
     name = asked.hardware or profile.of(config)
-    if not asked.hardware and not config.machine.hardware:
+    of_more = asked.answers is not None and asked.phase  # then it was said of phase 0
+    if not (asked.hardware or config.machine.hardware or of_more):
         render.note(f"--hardware not given: {name} assumed")
     hardware = profile.load(name)
     if asked.peak:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -29,8 +30,13 @@ def note(text: str) -> None:
 
 def fail(message: str, code: ExitCode) -> NoReturn:
     """Say what is wrong and what to do, and leave with `code`."""
-    click.secho(message, err=True, fg="red")
+    complain(message)
     sys.exit(code)
+
+
+def complain(message: str) -> None:
+    """In red, unless the person wants no colours (no-color.org)."""
+    click.secho(message, err=True, fg=None if os.environ.get("NO_COLOR") else "red")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from ftrain.cli import render
+from ftrain.cli.bars import COLOURS, Bars
 from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
 from ftrain.cli.live_view import sentence
@@ -22,7 +22,7 @@ from ftrain.cli.problems import told
 from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
-from ftrain.units import format_bytes, format_count, format_seconds
+from ftrain.units import format_bytes, format_count, format_seconds, format_share
 from ftrain.view.script import attempt_line
 from recovery.codes import ExitCode
 from recovery.events import AnyEvent, AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
@@ -31,25 +31,12 @@ from recovery.state import Phase, RunState, apply
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 Source = Callable[[], Sequence[AnyEvent]]
 """Events since the last call; all that there are at the first."""
 
 LOOK_EVERY_S, BOOKS_EVERY_S, STORE_EVERY_S = 0.5, 2.0, 10.0
-BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {
-    "productive": "green",
-    "evaluation": "magenta",
-    "checkpoint": "blue",
-    "discarded": "red",
-    "initialisation": "bright_black",
-    "detection": "bright_red",
-    "backoff": "yellow",
-    "restart": "dark_orange",
-    "stopping": "grey50",
-    "absent": "grey30",
-    "other": "white",
-}
 
 
 @click.command()
@@ -76,14 +63,14 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
         render.fail(no_run(run_url), ExitCode.USAGE)
     console = Console()
     if once or screen.is_over or not console.is_terminal:
-        console.print(screen.picture())
+        console.print(screen.picture(Bars.of(console)))
         return
-    with Live(screen.picture(), console=console, auto_refresh=False) as live:
+    with Live(screen.picture(Bars.of(console)), console=console, auto_refresh=False) as live:
         try:
             while not screen.is_over:
                 time.sleep(LOOK_EVERY_S)
                 screen.add(look())
-                live.update(screen.picture(), refresh=True)
+                live.update(screen.picture(Bars.of(console)), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -158,7 +145,7 @@ class Screen:
             if said and not isinstance(event, CheckpointCommitted):
                 self._told.append(f"{time.strftime('%H:%M:%S', time.gmtime(event.t))}  {said}")
 
-    def picture(self) -> RenderableType:
+    def picture(self, bars: Bars) -> RenderableType:
         """The panel."""
         from rich.console import Group
         from rich.panel import Panel
@@ -166,13 +153,13 @@ class Screen:
         from rich.text import Text
 
         rows = Table.grid(padding=(0, 2))
-        for name, value in self._rows():
+        for name, value in self._rows(bars):
             rows.add_row(name, value)
         told_lines = [Text(line, style="dim", overflow="fold") for line in self._told]
         title = f"{self._state.run_id}: {self._state.outcome or self._state.phase}"
         return Panel(Group(rows, *([Text("")] if told_lines else []), *told_lines), title=title, expand=False)
 
-    def _rows(self) -> list[tuple[str, RenderableType]]:
+    def _rows(self, bars: Bars) -> list[tuple[str, RenderableType]]:
         from rich.text import Text
 
         state, report = self._state, self._books()
@@ -187,16 +174,16 @@ class Screen:
         eta = f"  ETA {format_seconds(left)}" if left else ""
         rows: list[tuple[str, RenderableType]] = [
             ("layout", Text(f"{state.layout}, attempt {state.attempt}{self._phase()}")),
-            ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (_bar(state.step, self._steps), "green"), eta)),
-            ("loss", Text.assemble(f"{state.loss:.4f}  " if state.loss is not None else "-  ", (spark(self._losses), "cyan"))),
-            ("speed", Text.assemble(f"{self._speed.text()}  ", (spark(list(self._rates)), "cyan"))),
+            ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (bars.done(state.step, self._steps), "green"), eta)),
+            ("loss", Text.assemble("-  " if state.loss is None else f"{state.loss:.4f}  ", (bars.curve(self._losses), "cyan"))),
+            ("speed", Text.assemble(f"{self._speed.text()}  ", (bars.curve(list(self._rates)), "cyan"))),
             ("tokens", Text(format_count(state.tokens))),
             ("checkpoint", Text(self._checkpoint())),
         ]
         if report is not None:
             rows += [
-                ("time", _times(report)),
-                ("", Text(f"effective {report.effective_time:.1%} of {format_seconds(report.wall_s)}")),
+                ("time", bars.shares(report.buckets)),
+                ("", _largest(report)),
             ]
             rows.append(("trouble", Text(f"interruptions {len(report.interruptions)}, steps done again {report.steps_lost}")))
         return rows
@@ -228,33 +215,13 @@ def readable(config: dict[str, Any]) -> Config | None:
         return None
 
 
-def spark(values: Sequence[float], width: int = 40) -> str:
-    """A curve in one line: means of equal parts, the lowest as the smallest bar."""
-    if not values:
-        return ""
-    parts = min(width, len(values))
-    cuts = [len(values) * index // parts for index in range(parts + 1)]
-    means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(cuts)]
-    low, high = min(means), max(means)
-    if high == low:
-        return BARS[0] * parts
-    return "".join(BARS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
-
-
-def _bar(step: int, steps: int | None, width: int = 40) -> str:
-    done = min(width, round(width * step / steps)) if steps else 0
-    return "━" * done + "╌" * (width - done)
-
-
-def _times(report: Report, width: int = 60) -> RenderableType:
-    """The buckets as one bar; one that has any time has at least one cell."""
+def _largest(report: Report, count: int = 3) -> Text:
+    """What the bar shows, in words: the effective time, and what most of the rest went to."""
     from rich.text import Text
 
-    bar, spent = Text(), {name: seconds for name, seconds in report.buckets.items() if seconds > 0}
-    cells = {name: max(1, round(width * seconds / report.wall_s)) for name, seconds in spent.items()}
-    if cells:
-        longest = max(cells, key=lambda name: cells[name])
-        cells[longest] += width - sum(cells.values())  # what the small ones took too much
-    for name, count in cells.items():
-        bar.append("█" * count, style=COLOURS[name])
-    return bar
+    told = Text(f"effective {100 * report.effective_time:.1f} % of {format_seconds(report.wall_s)}")
+    rest = sorted((item for item in report.buckets.items() if item[0] != "productive"), key=lambda item: -item[1])
+    for name, seconds in rest[:count]:
+        if seconds > 0:
+            told.append(", ").append(f"{name} {format_share(seconds, report.wall_s)}", style=COLOURS[name])
+    return told

@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from ftrain.cli.bars import Bars
 from ftrain.cli.entry import cli
-from ftrain.cli.watch import Screen, spark
+from ftrain.cli.watch import Screen
 from recovery.events import encode_line
+from tests.commands import ftrain
 from tests.ledgers import Story, config
 from tests.runs import FTRAIN
 
 
-def shown(story: Story) -> str:
+def shown(story: Story, **how: Any) -> str:
     screen = Screen()
     screen.add(story.events)
-    console = Console(width=120, record=True, file=StringIO())
-    console.print(screen.picture())
+    console = Console(**{"width": 120, "record": True, "file": StringIO(), **how})
+    console.print(screen.picture(Bars.of(console)))
     return console.export_text()
 
 
@@ -76,14 +80,40 @@ def test_on_a_terminal_it_follows_the_ledger_and_ends_with_the_run(tmp_path: Pat
 
 
 def test_a_curve_in_one_line_keeps_its_ends() -> None:
-    assert spark([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
-    assert spark([3, 3, 3]) == "▁▁▁"
-    assert spark([]) == ""
-    assert len(spark([float(n) for n in range(1000)], width=40)) == 40
+    bars = Bars()
+    assert bars.curve([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert bars.curve([3, 3, 3]) == "▁▁▁"
+    assert bars.curve([]) == ""
+    assert len(bars.curve([float(n) for n in range(1000)])) == 40
 
 
 def test_the_bar_of_the_time_is_as_long_as_it_is_meant_to_be() -> None:
     """Each kind of time has a cell or more; what that is too much the longest gives."""
     story = Story(config()).start().steps(900, tokens=1024).die(class_="gpu").start(at=50).steps(10, seconds=0.1)
-    bar = next(line for line in shown(story).splitlines() if "time  " in line)
+    text = shown(story, force_terminal=True, color_system="truecolor", no_color=False)
+    bar = next(line for line in text.splitlines() if "time  " in line)
     assert bar.count("█") == 60
+    assert "initialisation" in text
+
+
+def test_a_narrow_terminal_gets_short_bars_and_one_without_unicode_gets_ascii() -> None:
+    story = Story(config()).start().steps(60).die().start(at=50).steps(10)
+    text = shown(story, width=40)
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 40
+    drawn = BytesIO()
+    plain = TextIOWrapper(drawn, encoding="ascii", errors="strict")
+    shown(story, file=plain)
+    plain.flush()
+    assert b"60/100  ########################................" in drawn.getvalue()
+    assert b"ppppp" in drawn.getvalue()
+
+
+@pytest.mark.parametrize(
+    "locale", [{"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "cp1252"}]
+)
+def test_no_locale_makes_it_fail(locale: dict[str, str], tmp_path: Path) -> None:
+    Story(config()).start().steps(100).end().write(tmp_path / "run")
+    done = ftrain("watch", str(tmp_path / "run"), env=locale)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "100/100" in done.stdout
