@@ -17,6 +17,7 @@ import psutil
 from ftrain.compose.ledgers import LedgerTail
 from recovery.client import NotRunningError, ask
 from recovery.events import Event, RunEnded, steps_of
+from recovery.files import replace_file
 
 TEMPLATE = """
 [run]
@@ -77,18 +78,17 @@ class TinyRun:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.url = self.url or str(self.folder / "run")
-        self.config.write_text(
-            TEMPLATE.format(
-                url=self.url,
-                local=f'local_dir = "{self.local_dir}"' if self.local_dir else "",
-                corpus=self.corpus,
-                steps=self.steps,
-                ranks=self.ranks,
-                global_batch=self.global_batch,
-                micro_batch=self.micro_batch,
-                extra=self.extra,
-            )
+        text = TEMPLATE.format(
+            url=self.url,
+            local=f'local_dir = "{self.local_dir}"' if self.local_dir else "",
+            corpus=self.corpus,
+            steps=self.steps,
+            ranks=self.ranks,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            extra=self.extra,
         )
+        replace_file(self.config, text.encode())  # another test process may be reading the same
 
     @property
     def config(self) -> Path:

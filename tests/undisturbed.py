@@ -1,15 +1,16 @@
-"""`examples/ddp.py` as it ends when nothing disturbs it, computed once for all test processes of a session."""
+"""`examples/ddp.py` as it ends when nothing disturbs it."""
 
 from __future__ import annotations
 
-import fcntl
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from storage.local import LocalStore
 from storage.run import RunStore
+from tests.once import once
 from tests.supervised import python, supervised
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -34,17 +35,15 @@ def ends(said: str, run_folder: Path) -> Ends:
     return Ends(next(line for line in reversed(said.splitlines()) if line.startswith("final ")), checkpoint.step, digests)
 
 
-def undisturbed_ddp(shared: Path) -> Ends:
-    """Two ranks on one machine; `shared` is a folder of all test processes."""
-    with (shared / "undisturbed-ddp.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        known = shared / "undisturbed-ddp.json"
-        if not known.exists():
-            folder = shared / "undisturbed-ddp"
-            folder.mkdir()
-            with supervised(folder, "--nproc", "2", *python(*DDP)) as run:
-                code, out, err = run.wait()
-            assert code == 0, err
-            known.write_bytes(msgspec.json.encode(ends(out, folder / "run")))
-        found: Ends = msgspec.json.decode(known.read_bytes(), type=Ends)
-        return found
+def undisturbed_ddp(factory: pytest.TempPathFactory) -> Ends:
+    """Two ranks on one machine."""
+    folder = once(factory, "undisturbed-ddp", _run_ddp)
+    found: Ends = msgspec.json.decode((folder / "ends.json").read_bytes(), type=Ends)
+    return found
+
+
+def _run_ddp(folder: Path) -> None:
+    with supervised(folder, "--nproc", "2", *python(*DDP)) as run:
+        code, out, err = run.wait()
+    assert code == 0, err
+    (folder / "ends.json").write_bytes(msgspec.json.encode(ends(out, folder / "run")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from ftrain.compose.proof import stored_digests
 from ftrain.data.prepare import prepare
 from ftrain.data.tokenizer import load_tokenizer
+from tests.once import once
 from tests.runs import TinyRun, end_all
 from tests.undisturbed import Ends, undisturbed_ddp
 
@@ -18,22 +18,25 @@ from tests.undisturbed import Ends, undisturbed_ddp
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A token file made of the license text, 8 times over."""
-    folder = tmp_path_factory.mktemp("corpus")
     license_text = (Path(__file__).parents[2] / "LICENSE").read_text()
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(license_text[number * 100 :])
-    prefix = str(folder / "corpus")
-    prepare(sorted(folder.glob("*.txt")), prefix, tokenizer=load_tokenizer("byte"))
-    return prefix
+
+    def make(folder: Path) -> None:
+        for number in range(8):
+            (folder / f"{number}.txt").write_text(license_text[number * 100 :])
+        prepare(sorted(folder.glob("*.txt")), str(folder / "corpus"), tokenizer=load_tokenizer("byte"))
+
+    return str(once(tmp_path_factory, "corpus", make) / "corpus")
 
 
 @pytest.fixture(scope="session")
 def unbroken_run(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """A finished run that nothing disturbed. Read it, copy it, leave it as it is."""
-    run = TinyRun(folder=tmp_path_factory.mktemp("unbroken"), corpus=corpus)
-    code, output = run.run()
-    assert code == 0, output
-    return run
+
+    def make(folder: Path) -> None:
+        code, output = TinyRun(folder=folder, corpus=corpus).run()
+        assert code == 0, output
+
+    return TinyRun(folder=once(tmp_path_factory, "unbroken", make), corpus=corpus)
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +50,7 @@ def unbroken(unbroken_run: TinyRun) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     """How examples/ddp.py ends on two ranks."""
-    own = tmp_path_factory.getbasetemp()
-    return undisturbed_ddp(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+    return undisturbed_ddp(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
