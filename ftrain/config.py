@@ -351,7 +351,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
         ),
     ] = "none"
     compression_level: Annotated[
-        int, Meta(ge=1, le=9, description="higher: more processor time, hardly fewer bytes", extra=FREE)
+        int, Meta(ge=1, le=9, description="more processor time (zstd above 5: very much more), hardly fewer bytes", extra=FREE)
     ] = 5
     upload_mib_s: Annotated[
         float, Meta(ge=0, description="rate that all uploads of a process keep to together, MiB/s; 0: no limit", extra=FREE)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from storage.checkpoint import Checkpoint
     from storage.collect import CollectReport
     from storage.commit import CommitRecord, CommitRef
+    from storage.compress import Compressor
     from storage.diff import ArrayDiff
     from storage.errors import (
         AccessDenied,
@@ -65,6 +66,7 @@ __all__ = [
     "CollectReport",
     "CommitRecord",
     "CommitRef",
+    "Compressor",
     "ConfigurationError",
     "CoverageError",
     "Damaged",
@@ -124,6 +126,7 @@ _NAMES = {
         "CommitRecord",
         "CommitRef",
     ),
+    "storage.compress": ("Compressor",),
     "storage.diff": ("ArrayDiff",),
     "storage.errors": (
         "AccessDenied",

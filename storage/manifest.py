@@ -18,6 +18,7 @@ ask for, which are capped.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 from storage.columns import Column, read_columns, write_columns
 from storage.compress import Compressor
 from storage.errors import FormatError
-from storage.pack import ArraySpec, Part
+from storage.pack import CRC_BYTES, ArraySpec, Part
 from storage.parts import MAX_NDIM, PartTable, chunk_counts, spec_problems, table_problems
 from storage.record import decode_json
 
@@ -151,6 +152,12 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all packs."""
         return sum(p.nbytes for p in self.packs)
+
+    @property
+    def plain_nbytes(self) -> int:
+        """What all chunks have uncompressed, checksums included."""
+        sizes = np.array([math.prod(spec.tile) * spec.itemsize + CRC_BYTES for spec in self.arrays], np.int64)
+        return int((chunk_counts(self.table, self.arrays) * sizes[self.table.array]).sum()) if len(self.table) else 0
 
     @cached_property
     def _first_chunks(self) -> NDArray[np.int64]:

@@ -126,6 +126,8 @@ def _head(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{facts['parameters']:,}"
         yield "bytes a parameter", f"{facts['bytes_per_parameter']:.2f}"
     yield "size", f"{format_bytes(facts['nbytes'])} ({facts['nbytes']:,} bytes)"
+    if facts["compressor"]:
+        yield "compressed", f"{facts['compressor']}: {facts['ratio']:.2f} to 1, from {format_bytes(facts['plain_nbytes'])}"
     yield "packs", str(facts["packs"])
 
 
@@ -163,6 +165,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "layout": manifest.progress.get("layout", ""),
         "parameters": parameters,
         "nbytes": nbytes,
+        "compressor": str(manifest.compressor or ""),
+        "plain_nbytes": manifest.plain_nbytes,
+        "ratio": manifest.plain_nbytes / nbytes if nbytes else None,
         "bytes_per_parameter": nbytes / parameters if parameters else None,
         "packs": len(manifest.packs),
         "progress": manifest.progress,

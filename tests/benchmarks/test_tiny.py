@@ -15,9 +15,9 @@ from benchmarks.supervision_overhead import upper_bound
 ROOT = Path(__file__).parent.parent.parent
 
 
-def tiny(name: str, folder: Path) -> dict[str, Any]:
+def tiny(name: str, folder: Path, *words: str) -> dict[str, Any]:
     """The object that a benchmark prints."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--tiny", "--json", "--dir", str(folder)]
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--tiny", "--json", "--dir", str(folder), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout)
@@ -108,11 +108,13 @@ def test_engine(tmp_path: Path) -> None:
 
 
 def test_save(tmp_path: Path) -> None:
-    result = tiny("save", tmp_path)
+    result = tiny("save", tmp_path, "--compression", "lz4")
     assert {"cpu_s_per_gib", "cpu_s_per_gib_with_digest", "wall_over_plain_fsync", "dcp_wall_over_ours"} < result.keys()
     assert result["cpu_s_per_gib"] > 0
     assert result["verified_bytes"] >= result["gib"] * 2**30 * 0.9
-    assert set(result["cases"]) == {"ours", "ours_digest", "plain_fsync", "dcp", "dcp_2"}
+    assert set(result["cases"]) == {"ours", "ours_digest", "plain_fsync", "dcp", "dcp_2", "ours_compressed"}
+    assert result["compression"]["compressor"] == "lz4 5"
+    assert result["compression"]["ratio"] > 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.events import AttemptStarted, ConfigChanged, Ready, StepFinished, steps_of
+from storage.objects import open_store
+from storage.run import RunStore
 from tests.commands import ftrain, ftrain_json
 from tests.runs import TinyRun, no_process_left
 
@@ -21,13 +23,19 @@ def steps(run: TinyRun) -> dict[int, StepFinished]:
     return {record.step: record for event in run.events() for record in steps_of(event)}
 
 
+def compressor_at(run: TinyRun, step: int) -> str | None:
+    found = RunStore(open_store(run.url)).open(step).manifest.compressor
+    return found and found.cname
+
+
 def test_eight_ranks_go_on_as_seven_with_the_same_batches(corpus: str, tmp_path: Path) -> None:
+    """From a compressed checkpoint; what they write themselves is not compressed."""
     unbroken = TinyRun(folder=tmp_path / "eight", corpus=corpus, ranks=8, global_batch=16, micro_batch=1, steps=12)
     code, output = unbroken.run(*CONSTANT)
     assert code == 0, output
     run = replace(unbroken, folder=tmp_path / "seven", url="")
     with no_process_left(run):
-        assert run.run(*CONSTANT, "--set", "run.steps=6")[0] == 0
+        assert run.run(*CONSTANT, "--set", "run.steps=6", "--set", "checkpoint.compression=lz4")[0] == 0
         code, output = run.run(*CONSTANT, "--set", "parallel.ranks=7")
     assert code == 0, output
     ours, theirs = steps(run), steps(unbroken)
@@ -35,6 +43,7 @@ def test_eight_ranks_go_on_as_seven_with_the_same_batches(corpus: str, tmp_path:
     for step, record in ours.items():
         assert record.tokens == theirs[step].tokens
         assert record.loss == pytest.approx(theirs[step].loss, rel=1e-5)  # fp32 sums over other groups, a dozen updates
+    assert [compressor_at(run, step) for step in (6, 12)] == ["lz4", None]
     assert [record.loss for step, record in ours.items() if step <= 6] == [theirs[step].loss for step in range(1, 7)]
     changes = [change for event in run.events() if isinstance(event, ConfigChanged) for change in event.changes]
     assert {"path": "parallel.ranks", "old": 8, "new": 7, "kind": "recorded"} in changes
@@ -73,16 +82,19 @@ def test_two_slots_are_enough(point: str, corpus: str, tmp_path: Path, unbroken:
 
 
 @pytest.mark.slow
-def test_a_run_that_copies_beside_its_steps_and_stores_no_weights_is_the_same_run(
+def test_a_run_that_copies_beside_its_steps_and_stores_less_is_the_same_run(
     corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:
-    """Killed once, and gone on with from storage in another layout: the state at the end is that of a run that does neither.
+    """Without weights, the rest compressed. Killed once, and gone on with from storage in another layout: the state at the end
+    is that of a run that does none of it.
 
     (Report 11 of the cases: a run that resumes from a checkpoint saved asynchronously goes on as from one that was not.)
     """
     killed = '[[faults]]\nkind = "kill"\nat = "step"\nstep = 13\nrank = 0\n'
     run = TinyRun(folder=tmp_path, corpus=corpus, extra=killed)
-    assert run.run("--set", "checkpoint.weights=false", "--set", "checkpoint.overlap=true")[0] == 0
+    small = ("--set", "checkpoint.weights=false", "--set", "checkpoint.compression=zstd")
+    assert run.run(*small, "--set", "checkpoint.overlap=true")[0] == 0
+    assert compressor_at(run, run.steps) == "zstd"
     step, digests = stored_digests(run.url)
     assert step == run.steps
     assert digests == {name: value for name, value in unbroken.items() if not name.startswith("weights/")}

@@ -34,6 +34,19 @@ SPECS = {
     )
 }
 
+COMPRESSIBLE = {
+    spec.name: spec
+    for spec in (
+        ArraySpec(name="weights/layers.0.wq", shape=(48, 40), dtype="bfloat16", tile=(8, 20)),
+        ArraySpec(name="master/layers.0.wq", shape=(48, 40), dtype="float32", tile=(8, 20), attributes={"tied": ["head"]}),
+        ArraySpec(name="exp_avg/layers.0.wq", shape=(48, 40), dtype="float32", tile=(8, 20)),
+        ArraySpec(name="master/norm", shape=(70,), dtype="float32", tile=(70,)),
+        ArraySpec(name="master/odd", shape=(5, 3, 70), dtype="float32", tile=(2, 3, 40)),
+        ArraySpec(name="steps", shape=(), dtype="int64", tile=()),
+    )
+}
+"""The same with tiles that are worth compressing: Blosc stores what has less than 128 bytes as it is."""
+
 
 def random_values(specs: Mapping[str, ArraySpec], seed: int) -> Values:
     rng = np.random.default_rng(seed)

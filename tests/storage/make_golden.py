@@ -1,4 +1,4 @@
-"""Writes the golden checkpoint of a format version: python -m tests.storage.make_golden FOLDER
+"""Writes the golden checkpoints of a format version: python -m tests.storage.make_golden FOLDER [VERSION]
 
 Run once per version, never again for an old one: what lies in tests/storage/golden must be readable for ever.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from storage.compress import Compressor
 from storage.keys import pack_name
 from storage.memory import MemoryStore
 from storage.merge import merge
@@ -63,9 +64,56 @@ def golden_store() -> MemoryStore:
     return store
 
 
-def main(folder: Path) -> None:
+COMPRESSED = {
+    spec.name: spec
+    for spec in (
+        ArraySpec(name="buffers/flags", shape=(300,), dtype="bool", tile=(256,)),
+        ArraySpec(name="buffers/step", shape=(), dtype="int64", tile=()),
+        ArraySpec(name="exp_avg/layers.0.wq", shape=(24, 20), dtype="float32", tile=(8, 10)),
+        ArraySpec(name="experts/w1", shape=(3, 10, 14), dtype="float32", tile=(1, 10, 8)),
+        ArraySpec(name="master/layers.0.wq", shape=(24, 20), dtype="float32", tile=(8, 10), attributes={"tied": ["head"]}),
+        ArraySpec(name="weights/layers.0.wq", shape=(24, 20), dtype="bfloat16", tile=(8, 10)),
+    )
+}
+COMPRESSORS = {980: None, 990: Compressor(cname="zstd", clevel=3, shuffle="shuffle"), 1000: Compressor()}
+"""Of each step of the golden run of version 2, the newest last."""
+
+
+def compressed_values() -> Values:
+    """The same formula below the exponent of numbers from 1 to 2; the moment is all zeros."""
+    values = {}
+    for number, (name, spec) in enumerate(COMPRESSED.items()):
+        index = np.arange(1, spec.nbytes // spec.itemsize + 1, dtype=np.uint64)
+        noise = (index * np.uint64(0x9E3779B97F4A7C15 + 2 * number)) >> np.uint64(44)
+        top = {"float32": 0x3F800000, "bfloat16": 0x3F80}.get(spec.dtype, 0)
+        bits = np.uint64(top) | (noise & np.uint64({"float32": 0xFFFFF, "bfloat16": 0x7F, "bool": 1}.get(spec.dtype, 0xFFFFF)))
+        if name.startswith("exp_avg/"):
+            bits = bits * np.uint64(0)
+        values[name] = bits.astype(f"<u{spec.itemsize}").reshape(spec.shape)
+    return values
+
+
+def compressed_store() -> MemoryStore:
+    """One state three times: as it is, and compressed in two ways."""
+    store = MemoryStore()
+    store.url = "memory://golden"
+    run = RunStore(store, clock=lambda: 1_700_000_000.0)
+    epoch = run.take_epoch(owner={"host": "golden"})
+    for step, compressor in COMPRESSORS.items():
+        deliveries = []
+        for writer, hand in enumerate(deal(COMPRESSED, 3)):
+            name = pack_name(epoch, ATTEMPT, writer)
+            data, delivery = build_pack(COMPRESSED, compressed_values(), hand, name, compressor)
+            store.put(run.pack_key(step, epoch, ATTEMPT, writer), data)
+            deliveries.append(delivery)
+        progress = {**PROGRESS, "step": step}
+        run.commit(merge(deliveries, step=step, epoch=epoch, attempt=ATTEMPT, progress=progress, created_s=1.7e9))
+    return store
+
+
+def main(folder: Path, version: int = 2) -> None:
     """Write all objects as files."""
-    store = golden_store()
+    store = {1: golden_store, 2: compressed_store}[version]()
     for info in store.list():
         path = folder / info.key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,4 +121,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -6,14 +6,18 @@ import os
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
 from ftrain.checkpoint.keeper import Keeper
 from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, StoreSnapshot
 from storage.box import Box
+from storage.compress import Compressor
 from storage.memory import MemoryStore
-from storage.pack import ArraySpec, plan_pack
+from storage.merge import merge
+from storage.pack import ArraySpec, check, plan_pack, write_part
+from storage.run import RunStore
 
 SPEC = ArraySpec(name="master/w", shape=(64, 8), dtype="float32", tile=(2, 8))
 LAYOUT = plan_pack({SPEC.name: SPEC}, [(SPEC.name, Box((0, 0), (64, 8)))])
@@ -48,6 +52,38 @@ def test_a_slot_that_it_does_not_have_is_forgotten_like_any_other(fd: int) -> No
     (stored,) = said
     assert isinstance(stored, PackStored)
     assert stored.step == 3
+
+
+def test_what_goes_to_storage_is_compressed_and_the_slot_and_the_local_tier_are_not(fd: int) -> None:
+    """The digests are the same, and both commit to checkpoints that verify."""
+    said: list[KeeperMessage] = []
+    stores = {"storage": MemoryStore("pressed"), "local": MemoryStore("plain")}
+    keeper = Keeper(
+        lambda: stores["storage"],
+        said.append,
+        local=lambda: stores["local"],
+        local_every=1,
+        compressor=Compressor(cname="zstd", clevel=1),
+    )
+    slot = ArenaSlot(fd)
+    values = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
+    write_part(slot.prepare(LAYOUT), SPEC, LAYOUT.parts[0], values)
+    slot.begin(epoch=0, attempt=0, step=3, rank=0, world=1)
+    slot.complete(b"{}", upload=True)
+    keeper.adopt("ours", fd)
+    keeper.close()
+    stored = {answer.tier: answer for answer in said if isinstance(answer, PackStored)}
+    assert stored["storage"].manifest.digests == stored["local"].manifest.digests
+    for tier, store in stores.items():
+        run = RunStore(store)
+        run.take_epoch(owner={})
+        run.commit(merge([stored[tier].manifest], step=3, epoch=0, attempt=0, progress={}, created_s=0.0))
+        checkpoint = run.open()
+        assert (checkpoint.manifest.compressor is None) == (tier == "local")
+        assert checkpoint.verify().ok
+        np.testing.assert_array_equal(checkpoint.read(SPEC.name), values)
+    assert check(slot.payload(), LAYOUT) == []
+    slot.close()
 
 
 def test_what_is_here_of_a_snapshot_is_stored_when_asked_for_though_other_ranks_are_elsewhere(fd: int) -> None:

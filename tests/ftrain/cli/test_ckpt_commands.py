@@ -11,9 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from ftrain.cli.ckpt import ckpt
+from storage.compress import Compressor
 from storage.objects import open_store
 from storage.run import RunStore
-from tests.storage.building import SPECS, random_values, save, write_packs
+from tests.storage import building
+from tests.storage.building import COMPRESSIBLE, SPECS, random_values, save, smooth_values, write_packs
 
 zarr = pytest.importorskip("zarr")
 
@@ -74,6 +76,19 @@ def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:
     ):
         assert line in said.splitlines()
     assert facts("show", run.store.url)["created_s"] > 0
+
+
+def test_show_says_what_compression_saved(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "SPECS", COMPRESSIBLE)
+    save(run, smooth_values(COMPRESSIBLE, 1), step=40, epoch=1, compressor=Compressor(cname="zstd", clevel=1))
+    found = facts("show", f"{run.store.url}@40")
+    assert found["compressor"] == "zstd 1"
+    assert found["ratio"] == found["plain_nbytes"] / found["nbytes"] > 1.05
+    assert f"compressed        zstd 1: {found['ratio']:.2f} to 1" in told("show", f"{run.store.url}@40")
+    plain = facts("show", f"{run.store.url}@10")
+    assert plain["compressor"] == ""
+    assert plain["plain_nbytes"] <= plain["nbytes"] < plain["plain_nbytes"] + 64 * 44, "the bytes between the parts"
+    assert facts("diff", f"{run.store.url}@40", f"{run.store.url}@40") is not None
 
 
 def test_gc_leaves_the_tainted_unless_it_is_told_otherwise(run: RunStore) -> None:
