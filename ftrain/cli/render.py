@@ -36,7 +36,7 @@ def fail(message: str, code: ExitCode) -> NoReturn:
 
 def complain(message: str) -> None:
     """In red, unless the person wants no colours (no-color.org)."""
-    click.secho(message, err=True, fg=None if os.environ.get("NO_COLOR") else "red")
+    click.echo(message if os.environ.get("NO_COLOR") else click.style(message, fg="red"), err=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
