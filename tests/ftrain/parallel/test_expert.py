@@ -1,18 +1,15 @@
 """Experts that are shared out are the same state and the same training as experts that are not."""
 
-from functools import partial
-
 import pytest
-import torch
-from layouts import Run, deviations, laid_out, one_process, run_layouts
-from mixed import from_storage, loaded, tiers_in, trained
+from layouts import laid_out
+from mixed import loaded, tiers_in, trained
+from resumed import BEFORE, goes_on, goes_on_bit_for_bit
 from tiny import tiny
 
 from ftrain.parallel.buckets import may_be_cut, plan_buckets
 from ftrain.parallel.shape import Coordinate, mesh_shape
 from ftrain.parallel.stages import config_parameters
 
-BEFORE, AFTER = 2, 2
 PP4 = {"ranks": 4, "pp": 4}
 EP4 = {"ranks": 4, "ep": 4}
 OTHERS = [
@@ -41,22 +38,13 @@ def saved(tmp_path_factory):
     return tiers, digests
 
 
-def goes_on(tiers, layouts):
-    """Whether training goes on under each of these layouts as one process would have gone on."""
-    (unbroken,) = run_layouts([one_process(base())], BEFORE + AFTER)
-    expected = Run(results=unbroken.results[BEFORE:], grads=unbroken.grads, state=unbroken.state, loss=unbroken.loss)
-    for run in run_layouts([laid_out(base(), **layout) for layout in layouts], AFTER, partial(from_storage, tiers)):
-        found = deviations(run, expected)
-        assert max(found.values()) < 1e-12, found
-
-
 @pytest.mark.dist
 def test_pp4_goes_on_as_ep4(saved):
     """Digests equal, from storage and from memory, and the training goes on (Megatron-LM 1517)."""
     tiers, digests = saved
     for source in ("storage", "memory"):
         assert loaded(laid_out(base(), **EP4), source, tiers).at_load == digests
-    goes_on(tiers, [EP4])
+    goes_on(base(), tiers, [EP4])
 
 
 @pytest.mark.dist
@@ -73,19 +61,12 @@ def test_ep4_is_loaded_as_pp4(tmp_path):
 def test_pp4_goes_on_under_any_other_layout(layout, saved):
     tiers, digests = saved
     assert loaded(laid_out(base(), **layout), "storage", tiers).at_load == digests
-    goes_on(tiers, [layout])
+    goes_on(base(), tiers, [layout])
 
 
 @pytest.mark.dist
 def test_resumed_under_the_same_layout_it_is_bit_for_bit_the_same(tmp_path):
-    config = laid_out(base("float32"), ranks=4, ep=2)
-    tiers = tiers_in(tmp_path, "same")
-    trained(config, BEFORE, tiers)
-    (unbroken,) = run_layouts([config], BEFORE + AFTER)
-    (resumed,) = run_layouts([config], AFTER, partial(from_storage, tiers))
-    assert (resumed.results, resumed.loss) == (unbroken.results[BEFORE:], unbroken.loss)
-    for slot, arrays in unbroken.state.items():
-        assert all(torch.equal(resumed.state[slot][name], array) for name, array in arrays.items())
+    goes_on_bit_for_bit(laid_out(base("float32"), ranks=4, ep=2), tmp_path)
 
 
 def large(**parallel):

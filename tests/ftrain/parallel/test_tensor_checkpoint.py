@@ -1,14 +1,11 @@
 """State under tensor parallelism is the state: initial values, checkpoints and resumption know no layout."""
 
-from functools import partial
-
 import pytest
-import torch
-from layouts import Run, deviations, laid_out, one_process, run_layouts
-from mixed import from_storage, loaded, tiers_in, trained
+from layouts import laid_out
+from mixed import loaded, tiers_in, trained
+from resumed import BEFORE, goes_on, goes_on_bit_for_bit
 from tiny import tiny
 
-BEFORE, AFTER = 2, 2
 MODEL = {"vocab": 67, "heads": 4, "kv_heads": 2, "tied": True, "qk_norm": True}
 OTHERS = [
     {"ranks": 1},
@@ -56,27 +53,9 @@ def test_saved_under_another_layout_and_loaded_under_tp_2_dp_2(tmp_path):
 @pytest.mark.dist
 def test_resumed_in_the_middle_under_another_layout_it_is_one_process(saved):
     tiers, _ = saved
-    (unbroken,) = run_layouts([one_process(base())], BEFORE + AFTER)
-    expected = after_the_break(unbroken)
-    for ranks in (1, 2, 4):
-        configs = [laid_out(base(), **layout) for layout in OTHERS if layout["ranks"] == ranks]
-        for run in run_layouts(configs, AFTER, partial(from_storage, tiers)):
-            found = deviations(run, expected)
-            assert max(found.values()) < 1e-12, found
-
-
-def after_the_break(run):
-    """The same run, of which only the steps after the break are compared."""
-    return Run(results=run.results[BEFORE:], grads=run.grads, state=run.state, loss=run.loss)
+    goes_on(base(), tiers, OTHERS)
 
 
 @pytest.mark.dist
 def test_resumed_under_the_same_layout_it_is_bit_for_bit_the_same(tmp_path):
-    config = laid_out(base("float32"), ranks=4, tp=2)
-    tiers = tiers_in(tmp_path, "same")
-    trained(config, BEFORE, tiers)
-    (unbroken,) = run_layouts([config], BEFORE + AFTER)
-    (resumed,) = run_layouts([config], AFTER, partial(from_storage, tiers))
-    assert (resumed.results, resumed.loss) == (unbroken.results[BEFORE:], unbroken.loss)
-    for slot, arrays in unbroken.state.items():
-        assert all(torch.equal(resumed.state[slot][name], array) for name, array in arrays.items())
+    goes_on_bit_for_bit(laid_out(base("float32"), ranks=4, tp=2), tmp_path)
