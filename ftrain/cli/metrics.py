@@ -5,17 +5,16 @@ ftrain metrics runs/demo --tensorboard tb
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftrain.cli import render
-from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
-from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 from recovery.events import Event, RunEnded
 
@@ -45,11 +44,7 @@ def metrics(run_url: str, tensorboard: str, wandb: str, follow: bool, local_dir:
 
     if not tensorboard and not wandb:
         render.fail("where to? Give --tensorboard FOLDER, --wandb PROJECT, or both", ExitCode.USAGE)
-    with told():
-        events = source(run_url, local_dir)
-        first = events()
-    if not first:
-        render.fail(no_run(run_url), ExitCode.USAGE)
+    events, first = source(run_url, local_dir)
     try:
         sinks = _sinks(tensorboard, wandb, run_url)
     except MissingExtraError as error:
@@ -94,10 +89,17 @@ def _is_over(events: Sequence[Event]) -> bool:
     return bool(events) and isinstance(events[-1], RunEnded)
 
 
-def _lines(path: Path) -> Callable[[], list[dict[str, Any]]]:
-    """New whole lines of metrics.jsonl since the last call; none where that file is not on this machine."""
+def _decoded(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """What a full disk or a lost page has left of a line is none: the ledger has the steps all the same."""
     import msgspec
 
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def _lines(path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """New whole lines of metrics.jsonl since the last call; none where that file is not on this machine."""
     read = 0
 
     def new() -> list[dict[str, Any]]:
@@ -109,6 +111,6 @@ def _lines(path: Path) -> Callable[[], list[dict[str, Any]]]:
             data = file.read()
         whole = data.rfind(b"\n") + 1
         read += whole
-        return [msgspec.json.decode(line, type=dict[str, Any]) for line in data[:whole].splitlines()]
+        return list(_decoded(data[:whole].splitlines()))
 
     return new

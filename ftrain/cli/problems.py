@@ -9,6 +9,7 @@ from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.load import ConfigProblems
 from recovery.codes import ExitCode
+from recovery.events import LedgerFormatError
 from recovery.memory import MemoryLimitError
 from recovery.owner import HeldError
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, StorageError
@@ -33,6 +34,8 @@ def told(url: str = "") -> Iterator[None]:
         render.fail(str(error), ExitCode.HELD)
     except NoCheckpoint as error:
         render.fail(f"{error}{'.' if (hint := meant(url)) else ''}{hint}", ExitCode.DAMAGED)
+    except LedgerFormatError as error:
+        render.fail(f"{error}; the checkpoints are apart from it: see `ftrain ckpt ls`", ExitCode.DAMAGED)
     except (Damaged, FormatError, CoverageError) as error:
         render.fail(str(error), ExitCode.DAMAGED)
     except StorageError as error:

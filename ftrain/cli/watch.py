@@ -55,12 +55,9 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    with told():
-        look = source(run_url, local_dir)
-        screen = Screen()
-        screen.add(look())
-    if not screen.has_begun:
-        render.fail(no_run(run_url), ExitCode.USAGE)
+    look, first = source(run_url, local_dir)
+    screen = Screen()
+    screen.add(first)
     console = Console()
     if once or screen.is_over or not console.is_terminal:
         console.print(screen.picture(Bars.of(console)))
@@ -75,7 +72,20 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
             return
 
 
-def source(url: str, local_override: str) -> Source:
+def source(url: str, local_override: str) -> tuple[Source, Sequence[AnyEvent]]:
+    """A run's events as they come, and those that there are; leaves with a sentence if there is none."""
+    from ftrain.compose.ledgers import read_ledger
+
+    with told():
+        look = _source(url, local_override)
+        first = look()
+        if not first:
+            read_ledger(url, local_override)  # a view passes over lines that are no events: if all are, this says so
+            render.fail(no_run(url), ExitCode.USAGE)
+    return look, first
+
+
+def _source(url: str, local_override: str) -> Source:
     """The local segments as they grow; where the run is on another machine, its store now and then."""
     from ftrain.compose.ledgers import LedgerTail, read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
@@ -112,11 +122,6 @@ class Screen:
         self._report: Report | None = None
         self._booked = float("-inf")
         self._is_new = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is anything to show."""
-        return bool(self._state.run_id)
 
     @property
     def is_over(self) -> bool:

@@ -37,10 +37,18 @@ class StoreSink:
 
 
 def read_ledger(url: str, local_override: str = "") -> list[AnyEvent]:
-    """Every event of the run at `url`, oldest first. Raises StorageError if neither a ledger nor a run is there."""
+    """Every event of the run at `url`, oldest first.
+
+    Raises StorageError if neither a ledger nor a run is there, LedgerFormatError if what is there is damaged.
+    """
     url = absolute_url(url)
-    folder = local_dir_of(url, local_override) / "ledger"
-    sink: StoreSink | None = None
+    try:
+        return _read(url, local_dir_of(url, local_override) / "ledger")
+    except LedgerFormatError as error:
+        raise LedgerFormatError(f"the ledger of {url} is damaged: {error}") from error
+
+
+def _read(url: str, folder: Path) -> list[AnyEvent]:
     try:
         sink = StoreSink(open_known(url))
         return read_all(folder if folder.is_dir() else None, sink)

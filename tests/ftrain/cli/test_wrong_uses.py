@@ -21,10 +21,11 @@ from tests.ledgers import Story, config
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config, a run that has a ledger and no checkpoint, and nothing else."""
+    """A folder with a config, a run that has a ledger and no checkpoint, and one whose ledger is damaged."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "my.toml").write_text(text(Facts(cores=1), url=str(folder / "runs/mine")))
     Story(config()).start().steps(5).end().write(folder / "runs/mine")
+    Story(config()).start().write(folder / "runs/spoilt").write_bytes(b"\xff no event\n")
     return folder
 
 
@@ -68,16 +69,23 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
         ("report foo://x", 5, "Protocol not known"),
+        ("report runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
     ],
-    "compare": [("compare runs/mine runs/mne", 2, "runs/mne: no ledger of a run is there"), ("compare runs/mine", 2, "RUN_B")],
+    "compare": [
+        ("compare runs/mine runs/mne", 2, "runs/mne: no ledger of a run is there"),
+        ("compare runs/mine", 2, "RUN_B"),
+        ("compare runs/mine runs/spoilt", 4, "spoilt is damaged"),
+    ],
     "watch": [
         ("watch runs/mine@5 --once", 2, "RUN has no step: runs/mine"),
         ("watch runs/mne --once", 2, "Did you mean `runs/mine`?"),
+        ("watch runs/spoilt --once", 4, "spoilt is damaged"),
     ],
     "metrics": [
         ("metrics runs/mine", 2, "--tensorboard"),
         ("metrics runs/nothing --tensorboard tb", 2, "no ledger"),
         ("metrics runs/mine --tensorboard my.toml", 2, "cannot be written"),
+        ("metrics runs/spoilt --tensorboard tb", 4, "spoilt is damaged"),
     ],
     "ckpt cp": [("ckpt cp runs/mine@7 copy", 4, "no checkpoint of step 7")],
     "ckpt diff": [("ckpt diff runs/mine runs/nothing", 4, "no checkpoint")],
