@@ -7,6 +7,7 @@ checks are one pure function of the config, so the command line, the planner's s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import gcd
 
 from ftrain.config import Config, KeepBest
 from ftrain.parallel.partition import partition_layers
@@ -224,7 +225,8 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
     if not experts or ep == 1:
         return
     dp, cp = max(1, replicas(config)), config.parallel.cp
-    legal = [n for n in range(1, dp * cp + 1) if dp * cp % n == 0 and experts % n == 0]
+    common = gcd(experts, dp * cp)
+    legal = [n for n in range(1, common + 1) if common % n == 0]
     hint = _hint(_around(ep, legal))
     if experts % ep:
         yield Problem("parallel.ep", f"given {ep}, with model.experts = {experts}", "a divisor of model.experts", hint)

@@ -14,7 +14,7 @@ from fractions import Fraction
 from ftrain.combinations import head_dim
 from ftrain.parallel.schedule import build, peak_in_flight
 from ftrain.plan.params import vocabulary_rows
-from ftrain.plan.setup import Recompute, Setup
+from ftrain.plan.setup import Quantity, Recompute, Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Saved:
 
     name: str
     formula: str
-    nbytes: Fraction
+    nbytes: Quantity
     kept_when: tuple[Recompute, ...]
 
 
-Row = tuple[str, str, Fraction, tuple[Recompute, ...]]
+Row = tuple[str, str, Quantity, tuple[Recompute, ...]]
 ALWAYS: tuple[Recompute, ...] = ("none", "selective", "full")
 SOME: tuple[Recompute, ...] = ("none", "selective")
 
@@ -42,17 +42,17 @@ def saved_tensors(setup: Setup) -> tuple[Saved, ...]:
 
 
 def _saved_tensors(setup: Setup) -> tuple[Saved, ...]:
-    model, mesh, t, r, w = setup.config.model, setup.mesh, setup.mesh.tp, setup.sp, setup.width
+    model, t, r, w = setup.config.model, setup.mesh.tp, setup.sp, setup.width
     g = r if setup.config.parallel.sp_regather else 1
-    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, mesh.cp)
+    tokens, queries = setup.tokens, setup.ratio(setup.queries, t)
     stream = w * tokens * model.hidden
-    normed = w * tokens * (Fraction(setup.queries, t) + setup.local_keys) if model.qk_norm else Fraction(0)
+    normed = w * tokens * (queries + setup.local_keys) if model.qk_norm else 0
     heads = normed / w / head_dim(setup.config)
-    exact = max(4, w)  # of norms, softmax and loss
+    exact = setup.exact
     rows: tuple[Row, ...] = (
         ("layer input", "w sbh / r", stream / r, ALWAYS),
         ("normed input of attention", "w sbh / g", stream / g, SOME),
-        ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (Fraction(setup.queries, t) + 2 * setup.local_keys), SOME),
+        ("q, k, v", "w sb (q + 2kv) / t", w * tokens * (queries + 2 * setup.local_keys), SOME),
         ("q, k before their norm", "w sb (q + kv) / t", normed, SOME),
         ("attention output", "w sbq / t", w * tokens * setup.queries / t, SOME),
         ("log-sum-exp", "4 sba / t", exact * tokens * model.heads / t, ("none",)),
@@ -63,7 +63,7 @@ def _saved_tensors(setup: Setup) -> tuple[Saved, ...]:
     return tuple(Saved(name, formula, value, kept) for name, formula, value, kept in rows if value)
 
 
-def _mlp(setup: Setup, row: Fraction, g: int) -> tuple[Row, ...]:
+def _mlp(setup: Setup, row: Quantity, g: int) -> tuple[Row, ...]:
     """The SwiGLU of a dense layer; `row`: bytes of a column of its activations."""
     model, t = setup.config.model, setup.mesh.tp
     return (
@@ -73,11 +73,11 @@ def _mlp(setup: Setup, row: Fraction, g: int) -> tuple[Row, ...]:
     )
 
 
-def _experts(setup: Setup, tokens: Fraction) -> tuple[Row, ...]:
+def _experts(setup: Setup, tokens: Quantity) -> tuple[Row, ...]:
     """A router, and the SwiGLUs of its experts on k rows for each token (fewer with a capacity below 1), used alike."""
     model, row = setup.config.model, setup.width * setup.expert_rows
     rows, inner = row * model.hidden, row * model.ffn / setup.mesh.tp
-    exact = max(4, setup.width)  # of scores and weights
+    exact = setup.exact
     choice = exact + 8 * (4 if setup.mesh.ep > 1 else 3)  # its weight, its number, its way there and back
     return (
         ("normed input of the router", "w sbh / r", setup.width * tokens * model.hidden / setup.sp, SOME),
@@ -90,38 +90,37 @@ def _experts(setup: Setup, tokens: Fraction) -> tuple[Row, ...]:
     )
 
 
-def layer_bytes(setup: Setup) -> Fraction:
+def layer_bytes(setup: Setup) -> Quantity:
     """Activations of one layer and micro-batch on one rank."""
     return _kept(setup, setup.options.recompute)
 
 
-def working_bytes(setup: Setup) -> Fraction:
+def working_bytes(setup: Setup) -> Quantity:
     """Recompute rebuilds one layer at a time: the part of a layer that is not kept, once."""
     return _kept(setup, "none") - _kept(setup, setup.options.recompute)
 
 
-def _kept(setup: Setup, policy: Recompute) -> Fraction:
-    known: dict[Recompute, Fraction] = setup.memo.setdefault("kept", {})
+def _kept(setup: Setup, policy: Recompute) -> Quantity:
+    known: dict[Recompute, Quantity] = setup.memo.setdefault("kept", {})
     if policy not in known:
-        known[policy] = sum((item.nbytes for item in saved_tensors(setup) if policy in item.kept_when), start=Fraction(0))
+        known[policy] = sum(item.nbytes for item in saved_tensors(setup) if policy in item.kept_when)
     return known[policy]
 
 
-def head_bytes(setup: Setup) -> Fraction:
+def head_bytes(setup: Setup) -> Quantity:
     """What the end of the model keeps of each micro-batch: the last norm's input and output, and the gradient of the logits,
     w sbV / t, which is made in the forward pass."""
     model, w, r = setup.config.model, setup.width, setup.sp
     g = r if setup.config.parallel.sp_regather else 1
-    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
-    norm = w * tokens * model.hidden * (Fraction(1, r) + Fraction(1, g)) + max(4, w) * tokens / r
+    tokens = setup.tokens
+    norm = w * tokens * model.hidden * (setup.ratio(1, r) + setup.ratio(1, g)) + setup.exact * tokens / r
     return norm + w * tokens * vocabulary_rows(setup)
 
 
-def logits_bytes(setup: Setup) -> Fraction:
+def logits_bytes(setup: Setup) -> Quantity:
     """The logits in fp32, for as long as the loss is made of them: 4 sbV / t. Where activations are as wide, they become their
     own gradient in place."""
-    tokens = Fraction(setup.config.data.seq_len * setup.config.batch.micro_batch, setup.mesh.cp)
-    return 4 * tokens * vocabulary_rows(setup) if setup.width < 4 else Fraction(0)
+    return 4 * setup.tokens * vocabulary_rows(setup) if setup.width < 4 else 0
 
 
 def in_flight(setup: Setup) -> tuple[int, ...]:

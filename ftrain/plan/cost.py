@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ftrain.plan.setup import Setup
+from ftrain.plan.setup import Quantity, Setup
 
 
 def layer_flops(setup: Setup) -> int:
@@ -39,14 +39,14 @@ def step_flops(setup: Setup, *, causal: bool = True) -> int:
     return token_flops(setup, causal=causal) * setup.tokens_per_update
 
 
-def stage_flops(setup: Setup) -> tuple[Fraction, ...]:
+def stage_flops(setup: Setup) -> tuple[Quantity, ...]:
     """Model FLOPs of each virtual stage for one micro-batch on one rank (forward and backward)."""
     return tuple(_share(setup) * flops for flops in _per_token(setup))
 
 
-def _share(setup: Setup) -> Fraction:
+def _share(setup: Setup) -> Quantity:
     """Tokens of a micro-batch that a rank's operations amount to."""
-    return Fraction(setup.config.batch.micro_batch * setup.config.data.seq_len, setup.mesh.cp * setup.mesh.tp)
+    return setup.tokens / setup.mesh.tp
 
 
 def _per_token(setup: Setup) -> list[int]:
@@ -62,7 +62,7 @@ def _loads(setup: Setup) -> list[int]:
     return [sum(stages[stage] for stage in setup.stages_of(rank)) for rank in range(setup.mesh.pp)]
 
 
-def slowest(setup: Setup) -> Fraction:
+def slowest(setup: Setup) -> Quantity:
     """Model FLOPs of the pipeline rank that does most, for one micro-batch."""
     return _share(setup) * max(_loads(setup))
 

@@ -26,7 +26,7 @@ from ftrain.plan.activations import (
 )
 from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
 from ftrain.plan.params import Shard, alignment, heaviest, replicated, shard
-from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Recompute, Setup, layout
+from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Quantity, Recompute, Setup, layout
 
 NOT_INCLUDED = (
     "CUDA context, NCCL channels and library workspaces (a few GB on a GPU)",
@@ -43,24 +43,24 @@ class RankMemory:
     pp: int
     layers: int
     params: int
-    weights: Fraction
-    gradients: Fraction
-    master: Fraction
-    moments: Fraction
-    alignment: Fraction
+    weights: Quantity
+    gradients: Quantity
+    master: Quantity
+    moments: Quantity
+    alignment: Quantity
     """Padding of the flat buffers that the records lie in."""
-    activations: Fraction
+    activations: Quantity
     """Kept for backward."""
-    buffers: Fraction
+    buffers: Quantity
     """What an action needs while it runs."""
 
     @cached_property
-    def state(self) -> Fraction:
+    def state(self) -> Quantity:
         """What stays from step to step."""
         return self.weights + self.gradients + self.master + self.moments + self.alignment
 
     @cached_property
-    def total(self) -> Fraction:
+    def total(self) -> Quantity:
         """All that is predicted."""
         return self.state + self.activations + self.buffers
 
@@ -82,11 +82,11 @@ def all_ranks(setup: Setup, *, only: tuple[int, ...] = (), aligned: bool = True)
                 pp=pp,
                 layers=own.layers,
                 params=own.total,
-                weights=Fraction(state.WEIGHT * own.total, split["weights"]),
-                gradients=Fraction(state.GRADIENT * own.total, split["gradients"]),
-                master=Fraction(state.MASTER * updated, split["master"]),
-                moments=Fraction(state.MOMENTS * updated, split["moments"]),
-                alignment=_alignment(setup, pp) if aligned else Fraction(0),
+                weights=setup.ratio(state.WEIGHT * own.total, split["weights"]),
+                gradients=setup.ratio(state.GRADIENT * own.total, split["gradients"]),
+                master=setup.ratio(state.MASTER * updated, split["master"]),
+                moments=setup.ratio(state.MOMENTS * updated, split["moments"]),
+                alignment=_alignment(setup, pp) if aligned else 0,
                 activations=held[pp] * own.layers * stage_layer + (head if pp == head_rank else 0),
                 buffers=buffers + _gathered(setup, own) + (logits_bytes(setup) if pp == head_rank else 0),
             )
@@ -94,7 +94,7 @@ def all_ranks(setup: Setup, *, only: tuple[int, ...] = (), aligned: bool = True)
     return tuple(found)
 
 
-def _alignment(setup: Setup, pp: int) -> Fraction:
+def _alignment(setup: Setup, pp: int) -> Quantity:
     """Padding of the buffers, at the bytes per parameter of what lies in them."""
     common, experts = (state.bytes_per_param(split(setup)) for split in (state.shares, state.expert_shares))
     found = alignment(setup, pp)
@@ -112,40 +112,39 @@ def _head_rank(setup: Setup) -> int:
     return rank_of(setup.mesh.pp * setup.chunks - 1, num_ranks=setup.mesh.pp, placement=setup.placement)
 
 
-def buffer_bytes(setup: Setup) -> Fraction:
+def buffer_bytes(setup: Setup) -> Quantity:
     """Communication buffers: two whole activations for TP, other ranks' keys and values for CP, rows to experts of other ranks
     as they go and as they come for EP, and the messages of PP."""
     rows = 2 * setup.width * setup.expert_rows * setup.config.model.hidden if setup.mesh.ep > 1 else 0
-    return (2 * _whole(setup) if setup.mesh.tp > 1 else Fraction(0)) + exchange_bytes(setup) + rows + link_bytes(setup)
+    return (2 * _whole(setup) if setup.mesh.tp > 1 else 0) + exchange_bytes(setup) + rows + link_bytes(setup)
 
 
-def exchange_bytes(setup: Setup) -> Fraction:
+def exchange_bytes(setup: Setup) -> Quantity:
     """Keys, values and their fp32 gradients of the layer at work (`ftrain.parallel.context`): with a ring two blocks each,
     otherwise one's own and everybody's gathered.
     """
     mesh, config = setup.mesh, setup.config
     if mesh.cp == 1:
-        return Fraction(0)
-    block = Fraction(2 * config.data.seq_len * config.batch.micro_batch * setup.local_keys, mesh.cp)
-    return block * (2 if config.parallel.cp_exchange == "ring" else mesh.cp + 1) * (setup.width + max(setup.width, 4))
+        return 0
+    block = 2 * setup.tokens * setup.local_keys
+    return block * (2 if config.parallel.cp_exchange == "ring" else mesh.cp + 1) * (setup.width + setup.exact)
 
 
-def link_bytes(setup: Setup) -> Fraction:
+def link_bytes(setup: Setup) -> Quantity:
     """What is under way between stages: p + 1 messages that left a rank and one that arrives (`ftrain.parallel.pipeline`)."""
-    return (setup.mesh.pp + 2) * _whole(setup) / setup.sp if setup.mesh.pp > 1 else Fraction(0)
+    return (setup.mesh.pp + 2) * _whole(setup) / setup.sp if setup.mesh.pp > 1 else 0
 
 
-def _whole(setup: Setup) -> Fraction:
+def _whole(setup: Setup) -> Quantity:
     """w sbh: the activations of a micro-batch between two layers."""
-    batch = setup.config.batch.micro_batch
-    return Fraction(setup.width * setup.config.data.seq_len * batch * setup.config.model.hidden, setup.mesh.cp)
+    return setup.width * setup.tokens * setup.config.model.hidden
 
 
-def _gathered(setup: Setup, own: Shard) -> Fraction:
+def _gathered(setup: Setup, own: Shard) -> Quantity:
     """FSDP: two gathered bf16 layers and one layer's whole gradient, on top of the shards."""
     if setup.options.sharding == "zero1":
-        return Fraction(0)
-    return Fraction(own.total, max(1, own.layers)) * (2 * state.WEIGHT + state.GRADIENT)
+        return 0
+    return setup.ratio(own.total, max(1, own.layers)) * (2 * state.WEIGHT + state.GRADIENT)
 
 
 def refusals(setup: Setup, ranks: tuple[RankMemory, ...]) -> tuple[str, ...]:

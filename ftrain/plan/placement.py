@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from ftrain.config import Axis
 from ftrain.parallel.shape import AXES, MeshShape
@@ -31,7 +32,7 @@ class Path:
     crosses_servers: bool
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey, *, run: int = 0, step: int = 1) -> Path:
     """The slowest link of the groups along `axes`, over all of them. `run`: of the parts of so many neighbours of a group;
     `step`: of those of every so manieth member."""
@@ -52,26 +53,111 @@ def path(mesh: MeshShape, axes: tuple[Axis, ...], profile_key: ProfileKey, *, ru
 def crossing_share(mesh: MeshShape, axes: tuple[Axis, ...], unit: int, *, run: int = 0, step: int = 1) -> float:
     """The share of a unit's ranks whose next ring member lies in another unit, in the unit where it is largest.
 
-    Units are runs of `unit` ranks. One axis whose stride and span fit the units has a closed form; anything else is counted.
-    `run` and `step`: of parts of the groups, as `path` has them.
+    Units are runs of `unit` ranks. `run` and `step`: of parts of the groups, as `path` has them. Ranks are gone through one by
+    one only where `run` or `step` cut an axis unevenly.
     """
-    axes = tuple(axis for axis in mesh.order if axis in axes and mesh.size(axis) > 1)
-    if not axes:
+    if unit >= mesh.world:
         return 0.0
-    if run and mesh.size(axes[0]) % run == 0:  # the neighbours differ along the innermost axis alone
-        axes = axes[:1]
-    if len(axes) == 1:
-        stride = prod(mesh.size(axis) for axis in mesh.order[: mesh.order.index(axes[0])])
-        span = stride * (run or mesh.size(axes[0]))
-        stride *= step
-        if stride >= span:
-            return 0.0
-        if unit % span == 0:
-            return 0.0
-        if (span % unit == 0 or span == mesh.world) and (unit % stride == 0 or stride % unit == 0):
-            return min(1.0, stride / unit)
-    crossing = Counter(a // unit for a, b in ring_hops(mesh, axes, run=run, step=step) if a // unit != b // unit)
-    return max(crossing.values(), default=0) / unit
+    axes = tuple(axis for axis in mesh.order if axis in axes and mesh.size(axis) > 1)
+    levels = _levels(mesh, axes, run=run, step=step)
+    if levels is None:
+        crossing = Counter(a // unit for a, b in ring_hops(mesh, axes, run=run, step=step) if a // unit != b // unit)
+        return max(crossing.values(), default=0) / unit
+    share = _aligned(levels, unit, mesh.world)
+    return _unaligned(mesh, levels, unit) if share is None else share
+
+
+class Level(NamedTuple):
+    """An axis along which a ring moves: in runs of `run` neighbours along it, to every `step`th of them."""
+
+    axis: Axis
+    stride: int
+    """Ranks between two neighbours along the axis."""
+    run: int
+    step: int
+
+    @property
+    def members(self) -> int:
+        """Places of the ring along the axis."""
+        return self.run // self.step
+
+    @property
+    def hop(self) -> int:
+        """Ranks from one to the next."""
+        return self.stride * self.step
+
+
+def _levels(mesh: MeshShape, axes: tuple[Axis, ...], *, run: int, step: int) -> list[Level] | None:
+    """Of the rings along `axes`, innermost first; None if `run` or `step` cut an axis unevenly."""
+    found, rest = [], run or prod(mesh.size(axis) for axis in axes)
+    for axis in axes:
+        stride = prod(mesh.size(inner) for inner in mesh.order[: mesh.order.index(axis)])
+        size = mesh.size(axis)
+        taken = min(size, rest)
+        if rest % taken or size % taken or (step % taken and taken % step):
+            return None
+        rest //= taken
+        if step < taken:
+            found.append(Level(axis, stride, taken, step))
+        step = max(1, step // taken)
+    return found
+
+
+def _aligned(levels: list[Level], unit: int, world: int) -> float | None:
+    """Inside a unit no hop crosses. The first level that leaves it crosses from the unit's last stride of ranks, and does so in
+    the one hop of each inner ring that leads to its next member. None if unit and levels do not fit into each other."""
+    leading = 1.0
+    for level in levels:
+        span = level.stride * level.run
+        if unit % span:
+            fits = (span % unit == 0 or span == world) and (unit % level.hop == 0 or level.hop % unit == 0)
+            return leading * min(1.0, level.hop / unit) if fits else None
+        leading /= level.members
+    return 0.0
+
+
+def _unaligned(mesh: MeshShape, levels: list[Level], unit: int) -> float:
+    """Counted unit by unit: of each kind of hop, which goes as far wherever it is, those that begin so near to the end.
+
+    A hop of kind k moves along level k, from the last place of all levels inside it to their first; the last kind closes the
+    ring. Which ranks make it follows from their places along each axis, so they are counted digit by digit.
+    """
+    back = [(level.members - 1) * level.hop for level in levels]
+    far = [level.hop - sum(back[:kind]) for kind, level in enumerate(levels)]
+    most = 0
+    for first in range(0, mesh.world, unit):
+        end = min(first + unit, mesh.world)
+        found = _closing(mesh, levels, min(end, first + sum(back)), len(levels)) - _closing(mesh, levels, first, len(levels))
+        for kind, distance in enumerate(far):
+            found += _closing(mesh, levels, end, kind) - _closing(mesh, levels, max(first, end - distance), kind)
+        most = max(most, found)
+    return most / unit
+
+
+def _closing(mesh: MeshShape, levels: list[Level], rank: int, kind: int) -> int:
+    """Of the ranks below `rank`, how many make a hop of that kind."""
+    wanted = {level.axis: (level, index < kind) for index, level in enumerate(levels[: kind + 1])}
+
+    def fitting(axis: Axis, below: int) -> int:
+        """Places along an axis, of the first `below`, that such a rank may have."""
+        if axis not in wanted:
+            return below
+        level, is_last = wanted[axis]
+        last = below // level.run * level.step + max(0, below % level.run - (level.run - level.step))
+        return last if is_last else below - last
+
+    digits, rest = [], rank
+    for axis in mesh.order:
+        rest, digit = divmod(rest, mesh.size(axis))
+        digits.append(digit)
+    if rest:  # all ranks of the mesh
+        return prod(fitting(axis, mesh.size(axis)) for axis in mesh.order)
+    count, inner = 0, 1
+    for axis, digit in zip(mesh.order, digits, strict=True):  # what the axes inside may be, times what this one may be below
+        here = fitting(axis, digit + 1) - fitting(axis, digit)
+        count = fitting(axis, digit) * inner + here * count
+        inner *= fitting(axis, mesh.size(axis))
+    return count
 
 
 @lru_cache(maxsize=1)  # asked once for every tier

@@ -11,12 +11,11 @@ hfsdp    as hsdp, and once an update the outer group exchanges its parts of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan.params import Shard, alignment, heaviest, shard
-from ftrain.plan.ring import Line, Volume, half_ring, lines, ring
-from ftrain.plan.setup import Setup
+from ftrain.plan.ring import Line, Volume, lines
+from ftrain.plan.setup import Quantity, Setup
 from ftrain.plan.state import GRADIENT, WEIGHT
 
 ZERO1 = "(d-1)/d x params x (4 B reduce-scatter + 2 B all-gather)"
@@ -32,9 +31,9 @@ def between_replicas(setup: Setup, *, aligned: bool) -> Iterator[Volume]:
         yield from _fully_sharded(setup)
 
 
-def region(setup: Setup, params: int) -> Fraction:
+def region(setup: Setup, params: int) -> Quantity:
     """A rank's part of so many parameters that all replicas hold."""
-    return Fraction(params, setup.mesh.shards)
+    return setup.ratio(params, setup.mesh.shards)
 
 
 def _padding(setup: Setup, rank: int, *, of_experts: bool) -> int:
@@ -45,7 +44,7 @@ def _zero1(setup: Setup, *, aligned: bool) -> Volume:
     d, split = setup.mesh.shards, setup.mesh.ep > 1
     held = {rank: own.common if split else own.total for rank, own in _shards(setup)}
     rank = max(held, key=lambda pp: held[pp])
-    each = half_ring(d) * (GRADIENT + WEIGHT)
+    each = setup.half_ring(d) * (GRADIENT + WEIGHT)
     padding = _padding(setup, rank, of_experts=False) if aligned and d > 1 else 0
     return Volume(
         name="DP x CP",
@@ -63,7 +62,7 @@ def _expert_replicas(setup: Setup, *, aligned: bool) -> Volume:
     members = setup.mesh.shards // setup.mesh.ep
     held = {rank: own.experts for rank, own in _shards(setup)}
     rank = max(held, key=lambda pp: held[pp])
-    each = half_ring(members) * (GRADIENT + WEIGHT)
+    each = setup.half_ring(members) * (GRADIENT + WEIGHT)
     padding = _padding(setup, rank, of_experts=True) if aligned and members > 1 else 0
     formula = "(n-1)/n x params of its experts x (4 B reduce-scatter + 2 B all-gather), n = d/e"
     return Volume(
@@ -91,14 +90,14 @@ def _fully_sharded(setup: Setup) -> Iterator[Volume]:
         lines=lines(
             Line("weights gathered twice, gradients scattered",
                  f"({'d-1)/d' if whole else 'i-1)/i'} x params x (2 x 2 B all-gather + 4 B reduce-scatter) x m",
-                 half_ring(inner) * own.total * (2 * WEIGHT + GRADIENT) * m),
+                 setup.half_ring(inner) * own.total * (2 * WEIGHT + GRADIENT) * m),
             Line("ends of the model stay gathered: once an update", "-(i-1)/i x params of the ends x 2 B x (2m - 1)",
-                 -half_ring(inner) * own.ends * WEIGHT * (2 * m - 1)),
+                 -setup.half_ring(inner) * own.ends * WEIGHT * (2 * m - 1)),
         ),
     )  # fmt: skip
     if not whole:
         outer = d // inner
-        told = half_ring(outer) * Fraction(own.total, inner) * WEIGHT if sharding == "hfsdp" else 0
+        told = setup.half_ring(outer) * setup.ratio(own.total, inner) * WEIGHT if sharding == "hfsdp" else 0
         yield Volume(
             name="DP x CP, outer group",
             axes=SHARD_AXES,
@@ -106,7 +105,7 @@ def _fully_sharded(setup: Setup) -> Iterator[Volume]:
             step=inner,
             lines=lines(
                 Line("gradients of its part, summed", "2(o-1)/o x params / i x 4 B x m",
-                     ring(outer) * Fraction(own.total, inner) * GRADIENT * m),
+                     setup.ring(outer) * setup.ratio(own.total, inner) * GRADIENT * m),
                 Line("new weights of its part", "(o-1)/o x params / i x 2 B", told),
             ),
         )  # fmt: skip

@@ -11,9 +11,9 @@ buffer, of a reduce-scatter or an all-gather (N-1)/N.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ftrain.config import Axis
+from ftrain.plan.setup import Quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Line:
 
     what: str
     formula: str
-    nbytes: Fraction | int
+    nbytes: Quantity
     """Sent by the busiest rank in one update."""
 
 
@@ -43,12 +43,12 @@ class Volume:
     """Each member sends to every other one instead of to the next."""
 
     @property
-    def ideal(self) -> Fraction | int:
+    def ideal(self) -> Quantity:
         """Bytes of the founding rows' formula."""
         return self.lines[0].nbytes
 
     @property
-    def nbytes(self) -> Fraction | int:
+    def nbytes(self) -> Quantity:
         """All that the busiest rank sends in one update."""
         return sum(line.nbytes for line in self.lines)
 
@@ -61,13 +61,3 @@ class Volume:
 def lines(*found: Line) -> tuple[Line, ...]:
     """The first, and of the others those that send something."""
     return (found[0], *(line for line in found[1:] if line.nbytes))
-
-
-def ring(members: int) -> Fraction:
-    """Share of the buffer that a member of a ring all-reduce sends: 2 (N-1)/N, the lower bound for any all-reduce."""
-    return Fraction(2 * (members - 1), members)
-
-
-def half_ring(members: int) -> Fraction:
-    """The same for a reduce-scatter, or for an all-gather."""
-    return Fraction(members - 1, members)

@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import cache
 
 from ftrain.parallel.schedule import IllegalScheduleError, Kind, build, peak_in_flight
 from ftrain.parallel.timeline import Timeline, even, simulate
 from ftrain.plan import chart, cost
 from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, number, percent, said, why
-from ftrain.plan.setup import DOC_A, DOC_B, PIPELINES, Setup
+from ftrain.plan.setup import DOC_A, DOC_B, PIPELINES, Quantity, Setup
 
 MAX_ACTIONS = 12_000
 """Larger schedules are answered by their formula alone, to stay within half a second."""
 
 
+@cache
 def bubble_of_compute(name: str, *, p: int, m: int, v: int) -> Fraction:
     """Idle time over compute, by the closed formula, with equal times for the two halves of the backward and the forward."""
     if name == "zb-h1" and m < p:  # too few weight gradients to fill the ends: the step takes 2p + 2m - 1
@@ -138,7 +140,7 @@ def _comparison(p: int, m: int) -> Section:
     return Section(title="Comparison", tables=(table,))
 
 
-def _share(value: Fraction) -> str:
+def _share(value: Quantity) -> str:
     return f"{decimal(value * 100, digits=2 if value < Fraction(1, 100) else 1)} %"
 
 
@@ -154,7 +156,8 @@ def uneven(setup: Setup) -> Timeline | None:
 
 def _stages(setup: Setup) -> Section:
     """Cuts should equalise time, not layers."""
-    flops, mean = cost.stage_flops(setup), Fraction(sum(cost.stage_flops(setup)), len(setup.stages))
+    flops = cost.stage_flops(setup)
+    mean = sum(flops) / len(flops)
     rows = tuple(
         (stage, setup_rank, len(layers), _ends(stage, len(flops)), _share(flops[stage] / mean))
         for stage, layers in enumerate(setup.stages)

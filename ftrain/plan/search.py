@@ -57,7 +57,7 @@ def search(setup: Setup) -> Found:
     dropped: Counter[str] = Counter()
     fitting: list[Candidate] = []
     tried = 0
-    for option in _layouts(setup):
+    for option in _layouts(replace(setup, quick=True)):
         tried += 1
         reason = _illegal(option)
         candidate = None if reason else _fit(option)
@@ -65,7 +65,7 @@ def search(setup: Setup) -> Found:
             dropped[reason or "does not fit in memory, even with full recompute"] += 1
         else:
             fitting.append(candidate)
-    fitting.sort(key=lambda found: -found.tokens_per_s)
+    fitting.sort(key=lambda found: -float(f"{found.tokens_per_s:.9e}"))  # of equal ones the first that was tried
     return Found(tuple(fitting), tried, dropped)
 
 

@@ -18,9 +18,13 @@ from ftrain.load import active_parameters, num_parameters
 from ftrain.parallel.partition import partition_layers
 from ftrain.parallel.schedule import NAMES, IllegalScheduleError, Placement, rank_of, require_groups
 from ftrain.parallel.shape import MeshShape, mesh_shape
+from ftrain.plan.placement import ProfileKey, key
 from ftrain.plan.profile import Profile
 
 Recompute = Literal["none", "selective", "full"]
+
+Quantity = Fraction | float
+"""Exact in an answer; a float where hundreds of layouts are compared, for fractions cost ten times as much."""
 
 # What the figures' sources are called in full, in one place.
 DOC_A = "founding document A (500B plan)"
@@ -81,6 +85,8 @@ class Setup:
     config: Config
     profile: Profile
     options: Options
+    quick: bool = False
+    """Quantities are floats: for comparing, not for printing."""
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What other modules work out once of the config alone, whatever the options."""
     staged: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -92,21 +98,44 @@ class Setup:
 
     def with_recompute(self, policy: Recompute) -> Setup:
         """The same under another policy. Nothing that has been worked out depends on it."""
-        return self._with("options", recompute=policy)
+        return self._with(recompute=policy)
 
     def with_schedule(self, schedule: str, chunks: int) -> Setup:
         """The same under another schedule. Only what depends on its stages is worked out again."""
-        return self._with("options", "staged", "stages", "_held", schedule=schedule, chunks=chunks)
+        return self._with("staged", "stages", "_held", schedule=schedule, chunks=chunks)
 
     def _with(self, *anew: str, **changes: Any) -> Setup:
-        other = replace(self, options=replace(self.options, **changes))
-        vars(other).update({name: value for name, value in vars(self).items() if name not in anew})
+        other = object.__new__(Setup)  # a tenth of what `replace` takes, and a search does it a thousand times
+        kept = {name: value for name, value in vars(self).items() if name not in anew}
+        vars(other).update({"staged": {}, **kept, "options": replace(self.options, **changes)})
         return other
+
+    def ratio(self, a: int, b: int) -> Quantity:
+        """a / b, exact or quick."""
+        return a / b if self.quick else Fraction(a, b)
+
+    def ring(self, members: int) -> Quantity:
+        """Share of the buffer that a member of a ring all-reduce sends: 2 (N-1)/N, the lower bound for any all-reduce."""
+        return self.ratio(2 * (members - 1), members)
+
+    def half_ring(self, members: int) -> Quantity:
+        """The same for a reduce-scatter, or for an all-gather."""
+        return self.ratio(members - 1, members)
 
     @cached_property
     def mesh(self) -> MeshShape:
         """The mesh; DP is what remains of the ranks."""
         return mesh_shape(self.config)
+
+    @cached_property
+    def alike(self) -> MeshShape:
+        """The mesh if nobody shared out experts: which groups then talk is said apart."""
+        return replace(self.mesh, ep=1)
+
+    @cached_property
+    def links(self) -> ProfileKey:
+        """What of the hardware decides a group's links."""
+        return key(self.profile)
 
     @cached_property
     def num_params(self) -> int:
@@ -142,7 +171,7 @@ class Setup:
         return max(1, kv_heads(self.config) // self.mesh.tp) * head_dim(self.config)
 
     @cached_property
-    def expert_rows(self) -> Fraction:
+    def expert_rows(self) -> Quantity:
         """Rows of a micro-batch that a rank sends to a layer's experts, and gets from others where all are used alike: each
         token as often as it has experts, less what exceeds their capacity."""
         model = self.config.model
@@ -150,9 +179,9 @@ class Setup:
         return self.tokens * model.experts_per_token * room
 
     @cached_property
-    def tokens(self) -> Fraction:
+    def tokens(self) -> Quantity:
         """Positions of a micro-batch on one CP rank."""
-        return Fraction(self.config.data.seq_len * self.config.batch.micro_batch, self.mesh.cp)
+        return self.ratio(self.config.data.seq_len * self.config.batch.micro_batch, self.mesh.cp)
 
     @property
     def tokens_per_update(self) -> int:
@@ -162,8 +191,7 @@ class Setup:
     @cached_property
     def microbatches(self) -> int:
         """Micro-batches of the busiest replica in an update."""
-        per_replica = Fraction(self.config.batch.global_batch, self.config.batch.micro_batch * self.mesh.dp)
-        return -(-per_replica.numerator // per_replica.denominator)
+        return -(-self.config.batch.global_batch // (self.config.batch.micro_batch * self.mesh.dp))
 
     @cached_property
     def width(self) -> int:

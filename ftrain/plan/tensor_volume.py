@@ -9,12 +9,11 @@ gradients of what all ranks hold alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from ftrain.combinations import head_dim, kv_heads
 from ftrain.plan.params import Shard, heaviest, shard
-from ftrain.plan.ring import Line, Volume, half_ring, lines, ring
-from ftrain.plan.setup import Setup
+from ftrain.plan.ring import Line, Volume, lines
+from ftrain.plan.setup import Quantity, Setup
 from ftrain.plan.state import GRADIENT, shares
 
 IDEAL = "4 x 2(t-1)/t x w sbh/c x layers x m (2 forward, 2 backward; with SP as all-gather + reduce-scatter)"
@@ -29,19 +28,19 @@ def tensor(setup: Setup) -> Volume:
 def _volume(setup: Setup, own: Shard) -> Volume:
     stream = setup.tokens * setup.config.model.hidden
     passes = own.layers * setup.microbatches
-    ideal = Line("activations of attention and MLP", IDEAL, 4 * ring(setup.mesh.tp) * setup.width * stream * passes)
+    ideal = Line("activations of attention and MLP", IDEAL, 4 * setup.ring(setup.mesh.tp) * setup.width * stream * passes)
     beyond = (*_of_layers(setup, passes), *_of_ends(setup, own), *_gradients(setup, own))
     return Volume(name="TP", axes=("tp",), members=setup.mesh.tp, lines=lines(ideal, *beyond))
 
 
-def _widened(setup: Setup) -> Fraction:
+def _widened(setup: Setup) -> Quantity:
     """Share of an activation that a rank sends to make it whole: nothing if it is whole everywhere."""
-    return half_ring(setup.mesh.tp) if setup.config.parallel.sp else Fraction(0)
+    return setup.half_ring(setup.mesh.tp) if setup.config.parallel.sp else 0
 
 
-def _narrowed(setup: Setup) -> Fraction:
+def _narrowed(setup: Setup) -> Quantity:
     """Share that it sends to have it summed."""
-    return half_ring(setup.mesh.tp) if setup.config.parallel.sp else ring(setup.mesh.tp)
+    return setup.half_ring(setup.mesh.tp) if setup.config.parallel.sp else setup.ring(setup.mesh.tp)
 
 
 def _of_layers(setup: Setup, passes: int) -> Iterator[Line]:
@@ -75,15 +74,16 @@ def _of_ends(setup: Setup, own: Shard) -> Iterator[Line]:
         yield Line("head: its input and its gradient", f"{again + 1} x (t-1)/t x w sbh/c x m",
                    (again * into * w + out * sums) * stream)  # fmt: skip
         yield Line("loss: largest logit, sum of exponentials, target's logit", "3 x 2(t-1)/t x 4 sb/c x m",
-                   3 * ring(setup.mesh.tp) * setup.exact * tokens)  # fmt: skip
+                   3 * setup.ring(setup.mesh.tp) * setup.exact * tokens)  # fmt: skip
 
 
 def _gradients(setup: Setup, own: Shard) -> Iterator[Line]:
     """Once an update, in fp32: of what tp does not cut, as far as this rank holds them."""
     model, mesh, held = setup.config.model, setup.mesh, shares(setup)["gradients"]
     norms = own.norms if setup.config.parallel.sp else own.layers * (2 * head_dim(setup.config) if model.qk_norm else 0)
-    yield Line("gradients of norms and routers", "2(t-1)/t x 4 B x norms", Fraction(GRADIENT * norms, held) * ring(mesh.tp))
+    yield Line("gradients of norms and routers", "2(t-1)/t x 4 B x norms",
+               setup.ratio(GRADIENT * norms, held) * setup.ring(mesh.tp))  # fmt: skip
     copies = max(1, mesh.tp // kv_heads(setup.config))
     keys = 2 * model.hidden * setup.local_keys * own.layers
     yield Line("gradients of copied key and value heads", "2(n-1)/n x 4 B x 2 h kv x layers, n = t / kv heads",
-               Fraction(GRADIENT * keys, held) * ring(copies))  # fmt: skip
+               setup.ratio(GRADIENT * keys, held) * setup.ring(copies))  # fmt: skip

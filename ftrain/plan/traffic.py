@@ -6,14 +6,13 @@ moves most belongs innermost, and a tensor parallel group that leaves its server
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, nbytes, number, seconds, size, why
 from ftrain.plan.params import largest
-from ftrain.plan.placement import Path, key, path
-from ftrain.plan.ring import Volume, ring
+from ftrain.plan.placement import Path, path
+from ftrain.plan.ring import Volume
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.state import GRADIENT
 from ftrain.plan.volume import activation_bytes, volumes
@@ -23,8 +22,8 @@ RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of th
 
 def group_path(setup: Setup, volume: Volume) -> Path:
     """The slowest link of a group."""
-    mesh = replace(setup.mesh, ep=1)  # which groups there are is said by `run` and `step`; what is known is known for any ep
-    return path(mesh, volume.axes, key(setup.profile), run=volume.run, step=volume.step)
+    # which groups there are is said by `run` and `step`; what is known is known for any ep
+    return path(setup.alike, volume.axes, setup.links, run=volume.run, step=volume.step)
 
 
 def group_gb_s(setup: Setup, volume: Volume) -> float:
@@ -52,7 +51,7 @@ def answer(setup: Setup, *, members: int = 0, buffer_bytes: int = 0) -> Answer:
 def refusals(setup: Setup) -> tuple[str, ...]:
     """A TP group that crosses servers: it talks in every layer, and would do so over a network card."""
     mesh, profile = setup.mesh, setup.profile
-    if mesh.tp == 1 or not path(mesh, ("tp",), key(profile)).crosses_servers:
+    if mesh.tp == 1 or not path(setup.alike, ("tp",), setup.links).crosses_servers:
         return ()
     ratio = profile.link_gb_s / profile.nic_gb_s
     gpus = profile.server.gpus
@@ -164,11 +163,11 @@ def _ring(setup: Setup, members: int, buffer_bytes: int) -> Section:
     profile = setup.profile
     n = members or setup.mesh.shards
     buffer = Fraction(buffer_bytes or (GRADIENT * largest(setup).common if n > 1 else 0))
-    sent = ring(n) * buffer
+    sent = setup.ring(n) * buffer
     return Section(
         title=f"A ring all-reduce over {n}",
         figures=(
-            number("ring_factor", "sent by a member, per byte of the buffer", value=ring(n),
+            number("ring_factor", "sent by a member, per byte of the buffer", value=setup.ring(n),
                    why=why("2 (N-1)/N", RING, N=n)),
             number("ring_steps", "steps", value=2 * (n - 1),
                    why=why("N-1 to reduce, N-1 to spread", DOC_B, N=n)),

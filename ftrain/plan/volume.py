@@ -7,7 +7,6 @@ the count of its tokens, a few numbers each.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 
@@ -15,8 +14,8 @@ from ftrain.parallel.schedule import Placement, rank_of
 from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan.params import heaviest, shard
 from ftrain.plan.replica_volume import between_replicas, region
-from ftrain.plan.ring import Line, Volume, half_ring, lines
-from ftrain.plan.setup import Setup
+from ftrain.plan.ring import Line, Volume, lines
+from ftrain.plan.setup import Quantity, Setup
 from ftrain.plan.state import GRADIENT, WEIGHT
 from ftrain.plan.tensor_volume import tensor
 
@@ -35,7 +34,7 @@ def volumes(setup: Setup, *, aligned: bool = False) -> tuple[Volume, ...]:
     return tuple(volume for volume in found if volume.members > 1)
 
 
-def activation_bytes(setup: Setup) -> Fraction:
+def activation_bytes(setup: Setup) -> Quantity:
     """A whole hidden activation of one micro-batch on one CP rank."""
     return setup.width * setup.tokens * setup.config.model.hidden
 
@@ -72,7 +71,7 @@ def _context(setup: Setup) -> Volume:
 def _experts(setup: Setup) -> Volume:
     """All-to-all out and back, forward and backward, all but what stays."""
     mesh, model, passes = setup.mesh, setup.config.model, _passes(setup)
-    rows = half_ring(mesh.ep) * setup.width * setup.expert_rows * model.hidden * passes
+    rows = setup.half_ring(mesh.ep) * setup.width * setup.expert_rows * model.hidden * passes
     again = setup.options.recompute == "full"
     return Volume(
         name="EP",
@@ -85,7 +84,7 @@ def _experts(setup: Setup) -> Volume:
                  "4 x (e-1)/e x k w sbh/c x layers x m (to the experts and back, twice; even use of them)", 4 * rows),
             Line("forward once more (recompute full)", "2 x (e-1)/e x k w sbh/c x layers x m", 2 * rows if again else 0),
             Line("how many rows each expert gets", "(e-1)/e x E x 8 B x layers x m" + " x 2" * again,
-                 half_ring(mesh.ep) * model.experts * 8 * passes * (2 if again else 1)),
+                 setup.half_ring(mesh.ep) * model.experts * 8 * passes * (2 if again else 1)),
         ),
     )  # fmt: skip
 
@@ -110,7 +109,7 @@ def _pipeline(setup: Setup) -> Volume:
     )  # fmt: skip
 
 
-def _twins(setup: Setup) -> dict[int, Fraction]:
+def _twins(setup: Setup) -> dict[int, Quantity]:
     """Pipeline rank -> what it sends of its region of a tied embedding: the last stage gradients, the first new weights."""
     first, last = shard(setup, 0), setup.mesh.pp - 1
     if not setup.config.model.tied or setup.placement == "vee":

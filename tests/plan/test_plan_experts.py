@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import permutations, product
 
 import pytest
 from founding import ROOT, ask
 
 from ftrain.combinations import combinations
+from ftrain.config import Axis
 from ftrain.load import active_parameters, load, num_parameters
 from ftrain.parallel.buckets import plan_buckets, state_boxes
 from ftrain.parallel.layout import parameters
-from ftrain.parallel.shape import Coordinate
+from ftrain.parallel.shape import Coordinate, MeshShape
 from ftrain.plan import checkpoint, cost, elastic, memory, profile, search, state
 from ftrain.plan import time as clock
 from ftrain.plan.activations import saved_tensors
@@ -124,15 +126,37 @@ def test_neighbours_that_share_experts_sit_in_a_server_or_the_plan_warns() -> No
     assert warning in ask(f'plan traffic {MIXTRAL} --set \'parallel.order=["tp","cp","pp","dp"]\'').said
 
 
-@pytest.mark.parametrize("order", ["tp cp pp dp", "tp cp dp pp", "dp tp cp pp", "tp dp cp pp"])
-@pytest.mark.parametrize(("run", "step"), [(0, 1), (2, 1), (4, 1), (8, 1), (0, 2), (0, 4), (0, 8)])
-@pytest.mark.parametrize("unit", [4, 8, 16, 32])
-def test_closed_crossings_of_parts_of_a_group_are_those_counted(order: str, run: int, step: int, unit: int) -> None:
-    axes = ", ".join(f'"{axis}"' for axis in order.split())
-    mesh = setup(f"parallel.order=[{axes}]", "parallel.tp=2", "parallel.ep=1").mesh
-    hops = ring_hops(mesh, ("cp", "dp"), run=run, step=step)
-    counted = [sum(a // unit == home and b // unit != home for a, b in hops) for home in range(mesh.world // unit)]
-    assert crossing_share(mesh, ("cp", "dp"), unit, run=run, step=step) == max(counted) / unit
+ORDERS = ("tp cp pp dp", "tp cp dp pp", "dp tp cp pp", "tp dp cp pp")
+SIZES = ({"tp": 2, "cp": 1, "pp": 4, "dp": 16}, {"tp": 2, "cp": 4, "pp": 2, "dp": 8}, {"tp": 3, "cp": 2, "pp": 5, "dp": 6})
+AXES_TOGETHER = (("cp", "dp"), ("tp", "cp"), ("tp", "pp"), ("cp", "pp", "dp"), ("tp", "dp"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("axes", AXES_TOGETHER)
+def test_crossings_of_parts_of_a_group_are_those_counted(order: str, sizes: dict[str, int], axes: tuple[Axis, ...]) -> None:
+    """Hop by hop, in every unit."""
+    mesh = MeshShape(**sizes, order=tuple(order.split()))  # type: ignore[arg-type]
+    members = len(mesh.group(0, axes))
+    cuts = [n for n in range(2, members) if members % n == 0]
+    parts = [(0, 1), *((run, 1) for run in cuts), *((0, step) for step in cuts)]
+    for run, step in parts:
+        hops = ring_hops(mesh, axes, run=run, step=step)
+        for unit in (2, 3, 4, 6, 8, 12, 16, 32, 48, 500):
+            units = range(-(-mesh.world // unit))
+            counted = [sum(a // unit == home and b // unit != home for a, b in hops) for home in units]
+            share = crossing_share(mesh, axes, unit, run=run, step=step)
+            assert share == pytest.approx(max(counted) / unit), (run, step, unit)
+
+
+@pytest.mark.parametrize("order", [*permutations(("tp", "cp", "pp", "dp"))], ids=" ".join)
+def test_no_group_of_16384_ranks_is_gone_through_rank_by_rank(order: tuple[Axis, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search asks a thousand times; pods have 3,072 cards, which no power of two fits into."""
+    monkeypatch.setattr("ftrain.plan.placement.ring_hops", None)
+    mesh = MeshShape(tp=8, cp=16, pp=16, dp=8, order=order)
+    for unit, step in product((8, 16, 3072), (1, 2, 8, 16, 32)):
+        assert 0 <= crossing_share(mesh, ("cp", "dp"), unit, step=step) <= 1
+        assert 0 <= crossing_share(mesh, ("cp", "dp"), unit, run=step) <= 1
 
 
 def test_explain_names_those_that_share_the_experts_and_those_that_have_the_same() -> None:

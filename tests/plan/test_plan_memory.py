@@ -17,7 +17,6 @@ from ftrain.parallel.stages import config_parameters
 from ftrain.plan import cost, memory, profile, state
 from ftrain.plan.activations import held, layer_bytes, paper_layer_bytes, saved_tensors
 from ftrain.plan.params import alignment, replicated, shards
-from ftrain.plan.ring import half_ring, ring
 from ftrain.plan.schedule import bubble_of_compute, timeline
 from ftrain.plan.setup import Options, Setup, options_of
 from ftrain.plan.volume import volumes
@@ -135,9 +134,10 @@ def test_fsdp_shards_everything_and_gathers_two_layers() -> None:
 
 
 def test_ring_volumes_are_the_lower_bound() -> None:
+    plan = setup("dense-500b", hardware="b200")
+    ring, half_ring = plan.ring, plan.half_ring
     assert (ring(8), ring(128)) == (Fraction("1.75"), Fraction("1.984375"))
     assert ring(8) == 2 * half_ring(8)
-    plan = setup("dense-500b", hardware="b200")
     sent = {volume.name: volume.ideal for volume in volumes(plan)}
     assert sent["TP"] == 4 * ring(8) * 2 * 4096 * 18432 * 15 * 32
     assert sent["PP"] == 2 * Fraction(2 * 4096 * 18432, 8) * 32
