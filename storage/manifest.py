@@ -161,14 +161,16 @@ class Manifest:
 
     @cached_property
     def _first_chunks(self) -> NDArray[np.int64]:
-        return np.cumsum([0, *chunk_counts(self.table, self.arrays).tolist()])
+        counts = chunk_counts(self.table, self.arrays)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
     def chunk_starts(self, row: int) -> NDArray[np.int64] | None:
         """Where each chunk of a part begins in its pack, and where the last one ends; None where all have one size."""
         if self.lengths is None:
             return None
         first, last = self._first_chunks[row : row + 2].tolist()
-        return np.cumsum([self.table.position[row], *self.lengths[first:last].tolist()])
+        steps = self.lengths[first:last].astype(np.int64)
+        return np.cumsum(np.concatenate([self.table.position[row : row + 1], steps]))
 
     @property
     def parts(self) -> Iterator[tuple[PackInfo, Part]]:

@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -22,6 +23,7 @@ from storage.deflate import Deflated
 from storage.diff import diff
 from storage.errors import CoverageError, Damaged, FormatError
 from storage.keys import pack_name, step_folder
+from storage.local import LocalStore
 from storage.manifest import MAGIC, PackInfo, PackManifest, decode
 from storage.memory import MemoryStore
 from storage.merge import merge
@@ -30,6 +32,7 @@ from storage.reshard import ReadLimits
 from storage.run import RunStore
 from tests.storage import building
 from tests.storage.building import COMPRESSIBLE, build_pack, deal, save, smooth_values, write_packs
+from tests.storage.crashing import ClockStore, crash_everywhere
 from tests.storage.test_manifest import mutated
 
 LZ4, ZSTD = Compressor(), Compressor(cname="zstd", clevel=1)
@@ -72,11 +75,11 @@ def test_only_compressed_checkpoints_need_a_newer_reader() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_every_box_can_be_had_under_any_cut(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_box_can_be_had_under_any_cut(dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where ranges are many and a batch is inflated in many pieces."""
     monkeypatch.setattr(reader, "SCRATCH_BYTES", 300)
     monkeypatch.setattr(reader, "LIMITS", ReadLimits(gap_bytes=8, max_waste=0.1, range_bytes=150))
-    run = RunStore(MemoryStore())
+    run = RunStore(LocalStore(tmp_path) if dim == 1 else MemoryStore())  # they are read in other ways
     save(run, VALUES, step=1, epoch=run.take_epoch(owner={}), writers=4, dim=dim, compressor=LZ4)
     checkpoint, rng = run.open(), random.Random(dim)
     for name, spec in COMPRESSIBLE.items():
@@ -159,6 +162,19 @@ def test_a_stream_can_be_read_again_and_describes_the_last_reading() -> None:
     assert len(described.lengths) == 44
     assert described.parts[0].position == 0
     assert PackManifest.decode(described.encode()) == described
+
+
+def test_a_crash_at_any_point_of_a_save_leaves_the_old_one_or_the_new_one() -> None:
+    before, new = ClockStore(), smooth_values(COMPRESSIBLE, 2)
+    epoch = RunStore(before).take_epoch(owner={})
+    save(RunStore(before), VALUES, step=1, epoch=epoch, writers=1)
+    seen = set()
+    for remains in crash_everywhere(before, lambda s: save(RunStore(s), new, step=2, epoch=epoch, writers=1, compressor=LZ4)):
+        newest = RunStore(remains).open()
+        seen.add(newest.step)
+        assert newest.verify().ok
+        assert newest.manifest.compressor == (LZ4 if newest.step == 2 else None)
+    assert seen == {1, 2}
 
 
 def test_copies_keep_the_compressed_bytes() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from seaweed import BUCKET, SeaweedServer
 
+from storage.compress import Compressor
 from storage.keys import step_folder
 from storage.objects import ObjectStore, open_store
 from storage.retention import KeepLast
@@ -63,13 +64,15 @@ def test_coordinators_that_start_at_once_get_different_epochs(s3: SeaweedServer,
 def test_stock_zarr_reads_over_s3(s3: SeaweedServer, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     zarr = pytest.importorskip("zarr")
     run = RunStore(store)
-    save(run, NEW, step=10, epoch=run.take_epoch(owner={}))
+    epoch = run.take_epoch(owner={})
+    save(run, NEW, step=10, epoch=epoch)
+    save(run, NEW, step=20, epoch=epoch, compressor=Compressor())
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
-    url = store.url_of(step_folder(10) + "e0000-a0000.zarr.json")
     options = {"remote_options": {"asynchronous": True}}
-    group = zarr.open_group(f"reference::{url}", mode="r", storage_options=options)
-    assert np.asarray(group["master/odd"][...]).tobytes() == NEW["master/odd"].tobytes()
-    shown = open_zarr(url)["weights/layers.0.wq"]
     widened = (NEW["weights/layers.0.wq"].astype(np.uint32) << 16).view(np.float32)
-    assert np.asarray(shown[...]).tobytes() == widened.tobytes()
+    for step in (10, 20):
+        url = store.url_of(step_folder(step) + "e0000-a0000.zarr.json")
+        group = zarr.open_group(f"reference::{url}", mode="r", storage_options=options)
+        assert np.asarray(group["master/odd"][...]).tobytes() == NEW["master/odd"].tobytes()
+        assert np.asarray(open_zarr(url)["weights/layers.0.wq"][...]).tobytes() == widened.tobytes()
