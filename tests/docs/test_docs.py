@@ -68,6 +68,13 @@ def test_a_block_has_a_kind_and_one_that_does_not_run_says_why(path: Path) -> No
             assert re.fullmatch(r'no-test="[^"]{10,}"', block.about), block.about
 
 
+def test_what_the_readme_promises_is_what_the_page_of_guarantees_does() -> None:
+    page = (DOCS / "guarantees.md").read_text().splitlines()
+    promised = (ROOT / "README.md").read_text().partition("| guarantee |")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(promised) > 5
+    assert [row for row in promised if row not in page] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_configs_in_the_docs_are_legal(path: Path) -> None:
     demo = tomllib.loads((ROOT / "configs/demo.toml").read_text())
