@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)[ ]?(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 START = "quick-start.md"
 QUICK = {"guides/data.md"}
 """Pages that need no run and are tested in every `make test`; the others train, and are for `make test-all`."""
@@ -47,6 +47,13 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as the site makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    texts = (re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)) for heading in headings)
+    return {re.sub(r"[-\s]+", "-", text.strip().lower()) for text in texts}
+
+
 def shells() -> list[Path]:
     """Pages of the docs that have something to run."""
     return [path for path in sorted(DOCS.rglob("*.md")) if any(block.kind in ("sh", "python") for block in blocks(path))]
@@ -55,9 +62,11 @@ def shells() -> list[Path]:
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_every_link_leads_somewhere(path: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", path.read_text(encoding="utf-8")))
-    for target, _ in LINK.findall(text):
+    for target, anchor in LINK.findall(text):
         if "://" not in target and not target.startswith("mailto:"):
-            assert (path.parent / target).exists(), f"{name(path)}: {target}"
+            there = path.parent / target if target else path
+            assert there.exists(), f"{name(path)}: {target}"
+            assert not anchor or there.suffix != ".md" or anchor[1:] in anchors(there), f"{name(path)}: {target}{anchor}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
