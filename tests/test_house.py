@@ -17,6 +17,7 @@ SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore)")
 LONG_FILES = {"ftrain/config.py": "the whole configuration on one page: fields, no logic"}
 MANY_ARGUMENTS = {
     "ftrain/cli/": "a command has one argument per option: click's form",
+    "ftrain/checkpoint/checkpointer.py": "the face of a script's checkpoints: one keyword for each option, all with defaults",
 }
 
 

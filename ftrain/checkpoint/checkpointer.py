@@ -36,12 +36,14 @@ from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
 from ftrain.supervised import StateStored, reporter
+from storage.compress import compressor_named
 from storage.objects import ObjectStore, open_store
 from storage.run import RunStore
 
 log = logging.getLogger("ftrain.checkpoint")
 
 RUN = "FTRAIN_RUN"
+LEVEL = 5  # of compression: a higher one takes longer and saves nothing on numbers
 LIVES = 3  # keepers in a row that may die without having finished anything
 
 
@@ -61,13 +63,14 @@ class Checkpointer:
         keep_last: int = 0,
         keep_every: int = 0,
         upload_mib_s: float = 0.0,
+        compression: Literal["none", "lz4", "zstd"] = "none",
         overlap: Overlap = False,
     ) -> None:
         """`url`: a folder or an object store's URL (default: the run of `ftrain supervise`).
 
         `when_busy`: what a save does while two earlier ones are still on their way. `on_error`: whether a save that failed
         raises at the next call. `keep_last`, `keep_every` (steps): what is kept; with neither, everything is.
-        `upload_mib_s`: limit of a rank's upload.
+        `upload_mib_s`: limit of a rank's upload. `compression`: without loss, for a slow link (guides/s3.md).
 
         `overlap`: `save` returns before the copy of what only the state's optimizers change (their parameters and their state),
         and their next step waits for it; whoever else changes these calls `wait_copied` first, or that save fails. "manual":
@@ -86,6 +89,7 @@ class Checkpointer:
             world=self._ranks.world,
             epoch=-1,
             upload_mib_s=upload_mib_s,
+            compressor=compressor_named(compression, LEVEL),
             keep_last=keep_last,
             keep_every=keep_every,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.messages import PackStored
+from storage.compress import Compressor
 from storage.keys import pack_name, step_folder
 
 
@@ -72,6 +73,7 @@ class KeeperStart(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     epoch: int
     upload_mib_s: float = 0.0
+    compressor: Compressor | None = None
     keep_last: int = 0
     keep_every: int = 0
     grace_s: float = 3600.0
