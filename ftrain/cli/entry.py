@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping
+from inspect import cleandoc
 from typing import Any, NoReturn
 
 import click
@@ -59,6 +60,7 @@ class LazyGroup(click.Group):
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
+        _example_last(command)
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -72,6 +74,15 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _example_last(command: click.Command) -> None:
+    """The example stands behind the options, where a terminal that scrolls leaves it in sight."""
+    text, mark, example = cleandoc(command.help or "").partition("\n\n\b\nExample")
+    if mark:
+        command.help, command.epilog = text, mark.lstrip("\n") + example
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _example_last(inner)
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ftrain-runtime", prog_name="ftrain")
 def cli() -> None:
@@ -81,6 +92,9 @@ def cli() -> None:
     Example:
       ftrain run configs/demo.toml
     """
+
+
+_example_last(cli)
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -196,9 +196,18 @@ def test_no_number_is_not_a_number(place: Path, path: tuple[str, ...], option: c
     assert f"'{option.opts[0]}'" in done.output, done.output
 
 
-def test_every_command_has_an_example() -> None:
-    helps = {" ".join(path): f"{command.help}{command.epilog}" for path, command in walk(cli, ())}
-    assert [name for name, text in helps.items() if "Example" not in text or f"ftrain {name}" not in text] == []
+def test_every_help_ends_in_an_example() -> None:
+    for path, command in walk(cli, ()):
+        shown = command.get_help(click.Context(command, info_name=" ".join(path)))
+        title, example = shown.rpartition("\n\n")[::2]
+        assert example.strip().startswith("Example"), shown
+        assert f"ftrain {' '.join(path)}" in example, shown
+        assert title
+
+
+@pytest.mark.parametrize("words", ["--help", "ckpt --help", "data --help", "plan --help"])
+def test_a_group_ends_in_an_example_too(place: Path, words: str) -> None:
+    assert use(place, words).output.rpartition("\n\n")[2].strip().startswith("Example")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
