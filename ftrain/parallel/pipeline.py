@@ -4,6 +4,11 @@ A stage keeps, per micro-batch, the leaf its input became and the root its outpu
 from that root. Between stages, only activations (in the compute dtype) and the gradients of activations travel, into buffers
 whose shapes both ends know beforehand. No weights do: the embedding that both ends of a tied model share is the optimizer's.
 
+A receive stands in the list at the moment when its sender is done, by the schedule's clock. By the machine's, its sender may be
+done earlier, and a host's backend moves nothing until the receiver has asked: the message would wait for a rank that computes,
+and that rank then for the message. So on hosts a rank asks for the next two messages beforehand. Within a stream of a GPU it
+must not: what is issued there waits for what was issued before it.
+
 Micro-batches add to each weight's gradient in their order, whatever the schedule: a pipeline is bit-identical to one process
 with the same micro-batches. A backward that is split runs autograd for the gradients of inputs and keeps aside what those of
 matrices are made of; BACKWARD_WEIGHT makes up for it, in the same order of operations.
@@ -16,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +30,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ftrain.parallel.clock import COMPUTE, Timer
 from ftrain.parallel.expert import Routing
 from ftrain.parallel.mesh import Mesh, Pending
-from ftrain.parallel.program import Batch, Instruction, Part, Program, Reduce
+from ftrain.parallel.program import Batch, Instruction, Part, Program, Reduce, Transfer
 from ftrain.parallel.schedule import Action, Kind
 from ftrain.parallel.timeline import Span, Timeline
 from ftrain.parallel.weight import Outer, make_up, put_off
 
 _GONE = torch.empty(0)
+AHEAD = 2
+"""Messages that a rank on a host waits for at once."""
 
 
 class Module(Protocol):
@@ -168,6 +176,8 @@ class Pipeline:
         self.stages, self.num_stages, self.mesh = stages, num_stages, mesh
         self.dtype, self.device, self.progress = dtype, device, progress
         self._marked: list[tuple[Instruction, Any, Any]] = []  # of the last run: begin and end
+        self._ahead = AHEAD if device.type == "cpu" else 0
+        self._due: dict[Action, Transfer] = {}  # receives of the run that were not started, in their order
         self._arriving: dict[Action, Pending] = {}
         self._made: dict[Action, torch.Tensor] = {}
         self._leaving: list[Pending] = []
@@ -176,6 +186,8 @@ class Pipeline:
     def run(self, instructions: Sequence[Instruction], job: Job) -> None:
         """Carry out a whole list. On return everything that was sent has left."""
         self._marked = []
+        batches = (instruction for instruction in instructions if isinstance(instruction, Batch))
+        self._due = {transfer.of: transfer for batch in batches for transfer in batch.transfers if not transfer.sends}
         for instruction in instructions:
             if isinstance(instruction, Batch):
                 self._exchange(instruction, job)
@@ -188,7 +200,7 @@ class Pipeline:
         for pending in self._leaving:
             pending.wait()
         self._leaving.clear()
-        left = [*self._arriving, *self._made]
+        left = [*self._due, *self._arriving, *self._made]
         assert not left, f"nobody took {left}"
 
     @property
@@ -218,20 +230,35 @@ class Pipeline:
         def start() -> None:
             while len(self._leaving) > self.mesh.shape.pp:
                 self._leaving.pop(0).wait()  # some backends say that a message has left only to whoever waits for it
-            tensors = [
-                self._made.pop(transfer.of).contiguous() if transfer.sends else self._buffer(transfer.of, job)
-                for transfer in batch.transfers
-            ]
-            pendings = self.mesh.start_transfers(
-                [(tensor, transfer.peer, transfer.sends) for tensor, transfer in zip(tensors, batch.transfers, strict=True)]
-            )
-            for transfer, pending in zip(batch.transfers, pendings, strict=True):
-                if transfer.sends:
-                    self._leaving.append(pending)
-                else:
-                    self._arriving[transfer.of] = pending
+            self._start(batch.transfers, job)
 
         self._clocked(batch, start, "pp")
+
+    def _start(self, listed: Sequence[Transfer], job: Job) -> None:
+        wanted = self._wanted(listed)
+        if not wanted:
+            return
+        tensors = [
+            self._made.pop(transfer.of).contiguous() if transfer.sends else self._buffer(transfer.of, job)
+            for transfer in wanted
+        ]
+        pendings = self.mesh.start_transfers(
+            [(tensor, transfer.peer, transfer.sends) for tensor, transfer in zip(tensors, wanted, strict=True)]
+        )
+        for transfer, pending in zip(wanted, pendings, strict=True):
+            if transfer.sends:
+                self._leaving.append(pending)
+            else:
+                self._arriving[transfer.of] = pending
+
+    def _wanted(self, listed: Sequence[Transfer]) -> list[Transfer]:
+        """What the list says, unless it is under way already, and what is asked for beforehand."""
+        wanted = [transfer for transfer in listed if transfer.sends or transfer.of in self._due]
+        receives = sum(not transfer.sends for transfer in wanted)  # the first of those that are due
+        started = list(islice(self._due.values(), max(receives, self._ahead - len(self._arriving))))
+        for transfer in started:
+            del self._due[transfer.of]
+        return wanted + started[receives:]
 
     def _buffer(self, action: Action, job: Job) -> torch.Tensor:
         module = next(iter(self.stages.values())).module

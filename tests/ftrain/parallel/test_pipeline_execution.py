@@ -1,6 +1,7 @@
 """What the executor really does: the listed order, what it holds and sends, its clock, and seeded defects."""
 
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from pipelines import SCHEDULES, errors, one_of, piped, run_mesh
 from world import run_world
 
 from ftrain.parallel import pipeline as pipeline_module
-from ftrain.parallel.pipeline import measured
+from ftrain.parallel.clock import Clock
+from ftrain.parallel.pipeline import AHEAD, Job, Pipeline, Stage, measured
+from ftrain.parallel.program import Batch, lower
 from ftrain.parallel.schedule import Action, Kind, peak_in_flight
+from ftrain.parallel.shape import MeshShape
+from ftrain.parallel.stages import stage_plan, training_schedule
 from ftrain.train import step as step_module
 
 
@@ -50,6 +55,84 @@ def test_what_is_carried_out_is_what_is_listed(schedule):
         for microbatch in range(program.schedule.num_microbatches):
             before, after = (end[Action(Kind.FORWARD, s, microbatch)] for s in (stage - 1, stage))
             assert before.end <= after.begin  # one machine, one clock
+
+
+class Thirds(Stage):
+    """A stage that computes nothing."""
+
+    def __init__(self, device):
+        super().__init__(self, [["all"]], [frozenset()])
+        self.made = torch.zeros(1, 8, device=device)
+
+    def stream_shape(self, sequences, length):
+        return sequences, 8
+
+    def forward(self, microbatch, x, job, *, ends):
+        return self.made
+
+    def backward_input(self, microbatch, gradient):
+        return self.made
+
+    def backward_weight(self, microbatch, index=None):
+        """Nothing."""
+
+
+class Links:
+    """Another rank that is never late: what was asked of it, and how many messages were asked for and not yet taken."""
+
+    shape, rank = MeshShape(pp=2), 1
+
+    def __init__(self):
+        self.clock, self.asked, self.open, self.most = Clock(), [], 0, 0
+
+    def all_reduce(self, tensor, axes):
+        return tensor
+
+    def start_transfers(self, transfers):
+        self.asked.append([(peer, sends) for _, peer, sends in transfers])
+        self.open += sum(not sends for _, _, sends in transfers)
+        self.most = max(self.most, self.open)
+        return [Taken(self, tensor, sends) for tensor, _, sends in transfers]
+
+
+@dataclass
+class Taken:
+    links: Links
+    tensor: torch.Tensor
+    sends: bool
+    is_done: bool = True
+
+    def wait(self):
+        self.links.open -= not self.sends
+        return self.tensor
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", AHEAD), ("meta", 0)])
+def test_hosts_ask_for_messages_beforehand_and_streams_do_not(schedule, device, ahead):
+    """Within a stream whatever is issued behind a receive waits for it. On either, each message once."""
+    plan, links = stage_plan(piped(schedule)), Links()
+    program = lower(training_schedule(piped(schedule), 4), [{}] * 2, [0] * 2, overlap=False)
+    stages = {stage: Thirds(device) for stage in plan.stages_of(1)}
+    pipeline = Pipeline(
+        stages,
+        num_stages=plan.num_stages,
+        mesh=links,
+        dtype=torch.float32,
+        device=torch.device(device),
+        progress=lambda phase, microbatch: None,
+    )
+    pipeline.run(program.ranks[1], Job(tokens=None, shape=lambda number: (1, 1), finish=None))
+    batches = [item.transfers for item in program.ranks[1] if isinstance(item, Batch)]
+    listed = [[(transfer.peer, transfer.sends) for transfer in batch] for batch in batches]
+    assert sorted(chain(*links.asked)) == sorted(chain(*listed))
+    assert links.open == 0
+    if ahead:
+        assert links.most == ahead
+        received = [sum(not sends for _, sends in batch) for batch in links.asked]
+        assert received[0] == ahead > sum(not sends for _, sends in listed[0])
+    else:
+        assert links.asked == listed
 
 
 def _on_the_links(rank, config):
