@@ -21,6 +21,9 @@ BOUND_S = 0.5
 DENSE = "configs/dense-500b.toml --hardware b200"
 LLAMA = "configs/llama3-405b.toml --hardware h100"
 EXPERTS = "configs/mixtral-8x7b.toml --hardware h100"
+PHASES = "configs/llama3-405b-phases.toml --hardware h100"
+LONG = "--set parallel.cp=16 --set data.seq_len=131072 --set batch.global_batch=2048"
+MANY = "--set parallel.ranks=16384 --set batch.global_batch=16384 --set evaluate.every_steps=0"
 COMMANDS = {
     "memory": f"memory {DENSE}",
     "schedule": f"schedule {LLAMA}",
@@ -29,13 +32,25 @@ COMMANDS = {
     "time": f"time {DENSE} --achieved 400 --against parallel.pp=16",
     "checkpoint": f"checkpoint {LLAMA} --stall 5",
     "search": f"search {LLAMA}",
+    "search_cp16": f"search {LLAMA} {LONG}",
     "search_experts": f"search {EXPERTS}",
+    "search_experts_16384": f"search {EXPERTS} {MANY}",
+    "search_experts_cp16_16384": f"search {EXPERTS} {MANY} {LONG} --set batch.global_batch=16384",
+    "search_phases": f"search {PHASES}",
+    "sweep": f"search {DENSE} --sweep pp",
     "memory_experts": f"memory {EXPERTS}",
+    "memory_phases": f"memory {PHASES}",
+    "schedule_phases": f"schedule {PHASES}",
+    "traffic_phases": f"traffic {PHASES}",
+    "time_phases": f"time {PHASES}",
+    "simulate_phases": f"simulate {PHASES}",
+    "simulate_policies": f"simulate {LLAMA} --policies",
     "explain": f"explain {DENSE} --place 3,2,0",
     "simulate": f"simulate {LLAMA}",
     "simulate_10000_node_years": f"simulate {LLAMA} --days 1782",
 }
-"""What is asked; 1,782 days of 2,048 servers are 10,000 node-years, for which the bound is seconds."""
+"""What is asked, each kind of question in its largest form; 1,782 days of 2,048 servers are 10,000 node-years, for which the
+bound is seconds. A config with phases is four plans at once."""
 
 
 def cpu_s(command: Sequence[str]) -> float:

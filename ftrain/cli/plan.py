@@ -20,6 +20,7 @@ from ftrain.cli.types import COUNT, POSITIVE, Finite
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
+    from ftrain.config import Config
     from ftrain.plan.figure import Answer
     from ftrain.plan.setup import Setup
 
@@ -52,6 +53,8 @@ class Asked:
     phase: int | None = None
     """Of a config in phases; None: each of them."""
     answers: list[Answer] | None = None
+    loaded: Config | None = None
+    """The config, once it has been read."""
 
 
 _COMMON: tuple[Callable[[F], F], ...] = (
@@ -109,7 +112,7 @@ def resolve(asked: Asked) -> Setup:
     from ftrain.plan import profile
     from ftrain.plan.setup import Setup, options_of
 
-    config = of_phase(load(asked.config, asked.overrides), asked.phase)
+    config = of_phase(asked.loaded or load(asked.config, asked.overrides), asked.phase)
     name = asked.hardware or profile.of(config)
     of_more = asked.answers is not None and asked.phase  # then it was said of phase 0
     if not (asked.hardware or config.machine.hardware or of_more):
@@ -342,7 +345,8 @@ def simulate(asked: Asked, lengths: str, measured: str, **given: Any) -> None:
         return
     if measured:
         given["assume"] = (*_recovery_of(measured), *given["assume"])
-    question = simulation.Question(table=given.pop("failures"), **given)
+    several = asked.answers is not None  # of all phases the intervals would be compared for longer than anybody waits
+    question = simulation.Question(table=given.pop("failures"), intervals=not several, **given)
     show(asked, simulation.answer(setup, question))
 
 

@@ -27,13 +27,14 @@ def each_phase(asked: Asked, command: Callable[[Asked], None]) -> None:
     from ftrain.load import load
 
     config = load(asked.config, asked.overrides)
+    asked = replace(asked, loaded=config)
     if asked.phase is not None or not config.phases:
         command(asked)
         return
     legs = [leg for leg in course(config) if leg.steps]
     found: list[tuple[str, Answer]] = []
     for leg in legs:
-        one = replace(asked, phase=leg.phase, answers=[])
+        one = replace(asked, phase=leg.phase, answers=[], loaded=config)
         command(one)
         title = f"phase {leg.phase}: steps {leg.first_step + 1:,} to {leg.stop_step:,}, from {leg.first_token:,} tokens on"
         found += [(title, answer) for answer in one.answers or ()]

@@ -44,6 +44,7 @@ def of_total(compute: Fraction) -> Fraction:
     return compute / (1 + compute)
 
 
+@cache
 def timeline(name: str, *, p: int, m: int, v: int) -> Timeline | None:
     """The simulated step with F = B = W, or None if it is too long to build."""
     if p * m * max(v, 2) * 3 > MAX_ACTIONS:

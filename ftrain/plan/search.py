@@ -234,13 +234,14 @@ def sweep(setup: Setup) -> Answer:
         formulas={"waiting": "idle of total, closed formula", "hand-offs sent": "2 x w sbh/(c r) x v x m of the busiest rank"},
         source="ftrain.plan.search",
     )
-    section = Section(title="More stages: a smaller shard, more hand-off and more waiting", tables=(table,))
+    note = "state and peak without the padding of buffers, a few per cent: `ftrain plan memory` has it"
+    section = Section(title="More stages: a smaller shard, more hand-off and more waiting", tables=(table,), notes=(note,))
     return Answer(command="search", title=f"Stages for {setup.config.parallel.ranks:,} ranks", sections=(section,))
 
 
 def _sweep_row(setup: Setup) -> tuple[Value, ...]:
     mesh, options = setup.mesh, setup.options
-    worst = max(memory.all_ranks(setup), key=lambda rank: rank.total)
+    worst = max(memory.heaviest_ranks(setup), key=lambda rank: rank.total)
     idle = of_total(bubble_of_compute(options.schedule, p=mesh.pp, m=setup.microbatches, v=setup.chunks))
     sent = next((volume.nbytes for volume in volumes(setup) if volume.name == "PP"), 0)
     step = seconds(clock.step(setup, exact=False).total) if setup.profile.peak_flops else "-"

@@ -11,9 +11,11 @@ excluded comes back after its repair; meanwhile a spare takes its place, or the 
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, floor
 from random import Random
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING
 from ftrain.plan.failure_source import Failure
 
 if TYPE_CHECKING:
-    from recovery.policy import Decision, History, Limits
+    from recovery.policy import Decision, History, Limits, PastInterruption
     from storage.retention import RetentionPolicy
 
 HOST_LOST = frozenset({"node_failure", "host_maintenance", "host_oom", "preemption"})
@@ -89,20 +91,19 @@ class Simulation:
     """One run under construction."""
 
     def __init__(
-        self, rules: Rules, *, limits: Limits, actions: dict[str, str], retention: tuple[RetentionPolicy, ...]
+        self, rules: Rules, *, limits: Limits, actions: Mapping[str, str], retention: tuple[RetentionPolicy, ...]
     ) -> None:
-        from recovery.policy import History
-
         self._rules = rules
         self._limits = limits
         self._actions = actions
         self._retention = retention
-        self._history: History = History()
+        self._past: tuple[PastInterruption, ...] = ()  # since the last progress
+        self._best_step = 0
         self._out = Outcome()
         self._random = Random(rules.seed)
         self._now = 0.0
         self._phases: list[tuple[str, float]] = []
-        self._returns: list[float] = []
+        self._returns: list[float] = []  # ascending, as the next
         self._slow: list[float] = []
         self._restored = 0
         self._commit = 0
@@ -139,19 +140,22 @@ class Simulation:
                 self._phases.insert(0, (bucket, left - spent))
         while self._now < until and not self._phases:
             self._welcome()
-            before = self._speed()
-            self._train(min([until, *self._returns, *self._slow]))
-            self._welcome()
-            if self._speed() > before:  # a machine came back, or a slow one was replaced: planned, at a step boundary
+            speed = self._speed()
+            self._train(min((until, *self._returns[:1], *self._slow[:1])), speed)
+            if self._welcome() and self._speed() > speed:  # one came back, or a slow one was replaced: planned, between steps
                 self._phases = [("restarting", self._rules.restart_s), ("loading", self._rules.load_memory_s)]
                 self._advance(until)
 
-    def _welcome(self) -> None:
-        """Machines whose repair has ended are there again; slow ones that were found leave for repair."""
-        self._returns = [t for t in self._returns if t > self._now]
-        found = [t for t in self._slow if t <= self._now]
-        self._slow = [t for t in self._slow if t > self._now]
-        self._returns += [t + self._rules.repair_s for t in found]
+    def _welcome(self) -> bool:
+        """Machines whose repair has ended are there again; slow ones that were found leave for repair. Were there any?"""
+        back, found = bisect_right(self._returns, self._now), bisect_right(self._slow, self._now)
+        if not back and not found:
+            return False
+        del self._returns[:back]
+        for t in self._slow[:found]:
+            insort(self._returns, t + self._rules.repair_s)
+        del self._slow[:found]
+        return True
 
     def _speed(self) -> float:
         rules = self._rules
@@ -160,9 +164,9 @@ class Simulation:
         slowest = rules.straggler_speed if self._slow else 1.0
         return slowest * min(replicas, machines // rules.nodes_per_replica) / replicas
 
-    def _train(self, until: float) -> None:
+    def _train(self, until: float, speed: float) -> None:
         """Whole steps until a moment; what is left of a step that did not end is lost."""
-        rules, speed = self._rules, self._speed()
+        rules = self._rules
         if speed <= 0:
             self._spend("waiting", until - self._now)
             return
@@ -198,7 +202,7 @@ class Simulation:
                 failure.name, "run on more slowly until it is found, then replace it at a step boundary"
             )
             self._out.lost[failure.name] += self._rules.straggler_s * (1 - self._rules.straggler_speed)
-            self._slow.append(self._now + self._rules.straggler_s)
+            insort(self._slow, self._now + self._rules.straggler_s)
             return
         decision = self._decide(failure)
         self._out.count[failure.name] += 1
@@ -219,27 +223,21 @@ class Simulation:
         ]
         self._out.lost[failure.name] += lost * rules.step_s + sum(seconds for _, seconds in self._phases)
         if decision.action == "restart_exclude_node":
-            self._returns.append(self._now + rules.repair_s)
+            insort(self._returns, self._now + rules.repair_s)
 
     def _decide(self, failure: Failure) -> Decision:
         """Ask the supervisor's own policy."""
-        from recovery.events import Verdict
-        from recovery.policy import History, PastInterruption, decide
+        from recovery.policy import History, PastInterruption
 
-        best = max(self._history.best_step, self._out.step)
-        past = tuple(p for p in self._history.interruptions if p.best_step >= best)
-        history = History(interruptions=past, best_step=best)
+        best = self._best_step = max(self._best_step, self._out.step)
+        past = tuple(p for p in self._past if p.best_step >= best)
         action = self._actions.get(failure.class_, "restart")
-        verdict = Verdict(
-            class_=failure.class_,
-            component=failure.component,
-            action=action,  # type: ignore[arg-type]  # the table's actions are checked when it is loaded
-            reason=failure.name,
-            node=failure.node,
-        )
-        decision = decide(verdict, history, self._limits)
+        if past:
+            decision = _asked(failure, action, History(interruptions=past, best_step=best), self._limits)
+        else:
+            decision = _first(failure, action, self._limits)
         new = PastInterruption(class_=failure.class_, action=decision.action, best_step=best, node=failure.node, t=self._now)
-        self._history = History(interruptions=(*past, new), best_step=best)
+        self._past = (*past, new)
         return decision
 
     def _restore_point(self, failure: Failure, decision: Decision) -> tuple[str, int]:
@@ -272,3 +270,27 @@ class Simulation:
         facts = [CheckpointFacts(s, self._now - (newest - s) * self._rules.step_s, None) for s in steps if s > 0]
         kept = kept_steps(self._retention, facts, now_s=self._now)
         return max((s for s in kept if s <= step), default=0)
+
+
+def _asked(failure: Failure, action: str, history: History, limits: Limits) -> Decision:
+    """What the supervisor's policy decides."""
+    from recovery.events import Verdict
+    from recovery.policy import decide
+
+    verdict = Verdict(
+        class_=failure.class_,
+        component=failure.component,
+        action=action,  # type: ignore[arg-type]  # the table's actions are checked when it is loaded
+        reason=failure.name,
+        node=failure.node,
+    )
+    return decide(verdict, history, limits)
+
+
+@lru_cache(maxsize=65_536)
+def _first(failure: Failure, action: str, limits: Limits) -> Decision:
+    """The same where nothing has happened since the last progress, which is most of the time: a pure function of the failure,
+    asked once for all the variants that go through it again."""
+    from recovery.policy import History
+
+    return _asked(failure, action, History(), limits)

@@ -7,10 +7,12 @@ the check of both. The comparison at the end asks the same failures again under 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ftrain.config import KeepEvery, KeepLast
@@ -42,6 +44,8 @@ class Question:
     """`name=value` for fields of `Rules`."""
     policies: bool = False
     """Also ask the same failures under other policies."""
+    intervals: bool = True
+    """Also ask them under other intervals of saving."""
 
 
 def rules(setup: Setup, question: Question) -> Rules:
@@ -93,17 +97,18 @@ def failures(setup: Setup, question: Question) -> list[Failure]:
     return sorted([*found, *slow], key=lambda failure: failure.t)
 
 
-def default_actions() -> dict[str, str]:
+@cache
+def default_actions() -> Mapping[str, str]:
     """What the classifier's own table does about each class at a first occurrence."""
     import recovery
 
     path = Path(recovery.__file__).parent / "signatures.toml"
     classes = tomllib.loads(path.read_text(encoding="utf-8"))["classes"]
-    return {name: str(entry["action"]) for name, entry in classes.items()}
+    return MappingProxyType({name: str(entry["action"]) for name, entry in classes.items()})
 
 
 def play(
-    setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float, actions: dict[str, str] | None = None
+    setup: Setup, how: Rules, happened: Sequence[Failure], *, days: float, actions: Mapping[str, str] | None = None
 ) -> Outcome:
     """Run the simulation with the config's own limits and retention; `actions` instead of the classifier's."""
     from recovery.policy import Limits
@@ -134,7 +139,7 @@ def answer(setup: Setup, question: Question) -> Answer:
         _result(setup, how, outcome, source),
         _limits(setup, how, happened, question.days, outcome),
         _causes(outcome),
-        _comparison(setup, how, happened, outcome),
+        _comparison(setup, how, happened, outcome) if question.intervals else _NO_COMPARISON,
         *([_policies(setup, how, happened, outcome)] if question.policies else []),
         _assumptions(how),
     ]
@@ -294,7 +299,10 @@ def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], done: Out
     return Section(title="Comparison", tables=(table,))
 
 
-def other_policies(how: Rules) -> dict[str, tuple[Rules, dict[str, str]]]:
+_NO_COMPARISON = Section(title="Comparison", notes=("the same failures under other intervals: ask for one phase (--phase N)",))
+
+
+def other_policies(how: Rules) -> dict[str, tuple[Rules, Mapping[str, str]]]:
     """Name -> how the run works and what is done about each class at a first occurrence."""
     actions, some = default_actions(), max(1, ceil(how.nodes / 100))
 
