@@ -62,8 +62,8 @@ def compress(values: Bytes, compressor: Compressor, itemsize: int) -> bytes:
     """
     from numcodecs import blosc
 
-    shuffle = SHUFFLES[compressor.shuffle]
-    frame: bytes = blosc.compress(values, compressor.cname.encode(), compressor.clevel, shuffle, typesize=itemsize)
+    elements = values.view(f"<u{itemsize}")  # whose size is what is shuffled
+    frame: bytes = blosc.compress(elements, compressor.cname.encode(), compressor.clevel, SHUFFLES[compressor.shuffle])
     crc: int = google_crc32c.value(frame)
     return frame + crc.to_bytes(CRC_BYTES, "little")
 

@@ -4,6 +4,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -331,3 +332,15 @@ def test_a_chunk_that_inflates_to_other_values_is_found_by_its_digest() -> None:
     reasons = [problem.reason for problem in checkpoint.verify().problems]
     assert any("has other chunks than those that were committed" in reason for reason in reasons)
     assert any(reason.startswith("master/norm: the digest is") for reason in reasons)
+
+
+@pytest.mark.parametrize("compressor", [LZ4, ZSTD], ids=str)
+def test_the_bytes_do_not_depend_on_how_many_threads_make_them(compressor: Compressor) -> None:
+    """A keeper compresses in a thread of a pool, heal in the main thread, where Blosc uses threads of its own."""
+    numbers = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32).view(np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(compress, numbers, compressor, 4).result()
+    assert elsewhere == compress(numbers, compressor, 4)
+    out = np.empty_like(numbers)
+    assert inflate(np.frombuffer(elsewhere, np.uint8), out) == ""
+    assert out.tobytes() == numbers.tobytes()
