@@ -97,7 +97,8 @@ def _with(config: Config, *, tp: int, pp: int, micro: int, ep: int = 1) -> Confi
 
 def _illegal(setup: Setup) -> str:
     """The first rule the layout breaks, by the field it concerns; empty if it is legal."""
-    problems = combinations(setup.config)
+    # a phase has only its own updates, shorter than the learning-rate schedule of the run: nothing that a layout could help
+    problems = [problem for problem in combinations(setup.config) if not problem.path.startswith("schedule.")]
     if problems:
         return f"{problems[0].path}: {problems[0].allowed}"
     if setup.options.schedule == "interleaved" and setup.microbatches % setup.mesh.pp:

@@ -46,3 +46,11 @@ def test_one_phase_is_planned_by_its_number() -> None:
     code, text = planned("memory", "--phase", "4")
     assert code == 3
     assert "--phase 4: the config has the phases 0 to 3" in text
+
+
+def test_layouts_are_found_for_every_phase() -> None:
+    """Also for the first, of 61 updates, which is shorter than the run's warm-up."""
+    code, text = planned("search", "--json")
+    assert code == 0, text
+    for answer in json.loads(text)["phases"]:
+        assert answer["figures"]["fitting"]["value"] > 50
