@@ -35,7 +35,7 @@ def told(url: str = "") -> Iterator[None]:
     except NoCheckpoint as error:
         render.fail(f"{error}{'.' if (hint := meant(url)) else ''}{hint}", ExitCode.DAMAGED)
     except LedgerFormatError as error:
-        render.fail(f"{error}; the checkpoints are apart from it: see `ftrain ckpt ls`", ExitCode.DAMAGED)
+        render.fail(f"{error}. Checkpoints are apart from it; move the segment away to go on without it", ExitCode.DAMAGED)
     except (Damaged, FormatError, CoverageError) as error:
         render.fail(str(error), ExitCode.DAMAGED)
     except StorageError as error:

@@ -55,7 +55,7 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
                 return
             _whole(run_url, events, folder, html=html, as_json=as_json)
         except ReportError as error:
-            render.fail(str(error), ExitCode.DAMAGED)
+            render.fail(f"{run_url}: {error}", ExitCode.DAMAGED)
 
 
 def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None:

@@ -58,6 +58,8 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
     look, first = source(run_url, local_dir)
     screen = Screen()
     screen.add(first)
+    if not screen.has_begun:
+        render.fail(f"{run_url}: the ledger holds no start of a run", ExitCode.DAMAGED)
     console = Console()
     if once or screen.is_over or not console.is_terminal:
         console.print(screen.picture(Bars.of(console)))
@@ -122,6 +124,11 @@ class Screen:
         self._report: Report | None = None
         self._booked = float("-inf")
         self._is_new = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self._state.run_id)
 
     @property
     def is_over(self) -> bool:

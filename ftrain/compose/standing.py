@@ -56,10 +56,13 @@ def away(events: Iterable[Event], now_t: float) -> list[Away]:
 
 
 def reminders(config: Config) -> Iterator[str]:
-    """What to say at the start of a run that has a past. Nothing of one without, or whose ledger cannot be read now."""
+    """What to say at the start of a run that has a past. Nothing of one without, or whose ledger cannot be reached now.
+
+    Raises LedgerFormatError of one that is damaged: its coordinator could not read it either.
+    """
     try:
         events = read_ledger(config.run.url, config.run.local_dir)
-    except (StorageError, ValueError):
+    except StorageError:
         return
     gone = away(events, time.time())
     yield from (it.line(config.run.url) for it in gone)

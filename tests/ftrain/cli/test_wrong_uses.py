@@ -45,6 +45,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
         ("run my.toml --json", 2, "--dry-run"),
+        ("run my.toml --set run.url=runs/spoilt", 4, "move the segment away"),
     ],
     "supervise": [
         ("supervise", 2, "Missing argument"),
