@@ -9,14 +9,18 @@ Bubble: idle share of the ranks' time between the first begin and the last end; 
 
     formula     the closed one: even stages, F = B = W
     calibrated  the same schedule with even stages and the round's own F, B and W: what a zero-bubble schedule leaves idle
-                depends on them, and the two halves of a real backward are not equal
+                depends on them, and the two halves of a real backward are not equal (`ftrain.parallel.schedule` has the closed
+                formulas; they are those of the simulation)
     simulated   with the round's own mean of each action on each stage: uneven stages included
+    exact       with each action's own time: beyond this are the engine's links and what the host does between actions, whereas
+                what makes it differ from the others is the machine, which was not as fast for one micro-batch as for another
 
 A stage takes as long as stages of large models do (a forward of 150 ms; of the sleepers with two chunks, half of that): what is
 measured is the order, and a hop of a millisecond between four processes on two cores is not the bubble of a schedule.
 
-`worst_sleeps`: largest |measured / formula - 1|; `worst_matmuls`, `worst_matmuls_own_stages`: the same against calibrated and
-simulated. All need a machine that is not busy: late wake-ups and stolen processors are idle time like any other.
+`worst_sleeps`: largest |measured / formula - 1|, median over the rounds; `worst_matmuls`, `worst_matmuls_own_stages` and
+`worst_engine`: the same against calibrated, simulated and exact. All need a machine that is not busy: late wake-ups and stolen
+processors are idle time like any other.
 `python -m benchmarks.bubble --json`
 """
 
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,19 +160,34 @@ def compare(work: Any, config: Config, rounds: int, seconds: float) -> dict[str,
     timed = world(work, p, config, rounds, seconds)
     program = lower(training_schedule(config, m), [{}] * p, [0] * p, overlap=False)
     lines = [measured(program, [rank[number] for rank in timed]) for number in range(rounds)]
-    found = common.median(float(line.bubble_of_total()) for line in lines)
-    simulated = common.median(float(simulate(line.schedule, averages(line)).bubble_of_total()) for line in lines)
-    calibrated = common.median(float(simulate(line.schedule, _means(line)).bubble_of_total()) for line in lines)
     formula = float(of_total(bubble_of_compute(name, p=p, m=m, v=config.parallel.virtual_stages)))
-    return {
-        "measured": found,
-        "formula": formula,
-        "calibrated": calibrated,
-        "simulated": simulated,
-        "measured_over_formula": common.ratio(found, formula),
-        "measured_over_calibrated": common.ratio(found, calibrated),
-        "measured_over_simulated": common.ratio(found, simulated),
+    of: dict[str, Callable[[Timeline], float]] = {
+        "measured": _idle,
+        "formula": lambda line: formula,
+        "calibrated": lambda line: _idle(simulate(line.schedule, _means(line))),
+        "simulated": lambda line: _idle(simulate(line.schedule, averages(line))),
+        "exact": lambda line: _idle(simulate(line.schedule, _each(line))),
     }
+    bubbles = {key: [bubble(line) for line in lines] for key, bubble in of.items()}
+    found = bubbles.pop("measured")
+    return {
+        "measured": common.median(found),
+        **{key: common.median(values) for key, values in bubbles.items()},
+        **{
+            f"measured_over_{key}": common.median(round(one / other, 3) for one, other in zip(found, values, strict=True))
+            for key, values in bubbles.items()
+        },
+    }
+
+
+def _idle(line: Timeline) -> float:
+    return float(line.bubble_of_total())
+
+
+def _each(line: Timeline) -> Duration:
+    """Of each action its own time."""
+    times = {span.action: span.end - span.begin for span in line.spans}
+    return times.__getitem__
 
 
 def _means(line: Timeline) -> Duration:
@@ -180,8 +199,9 @@ def _means(line: Timeline) -> Duration:
     return lambda action: means[action.kind]
 
 
-def _worst(cases: dict[str, dict[str, Any]], against: str) -> float:
-    return round(max(abs(case[f"measured_over_{against}"] - 1) for case in cases.values()), 3)
+def _worst(cases: Mapping[PipelineSchedule, dict[str, Any]], against: str) -> float:
+    largest: float = max(abs(case[f"measured_over_{against}"] - 1) for case in cases.values())
+    return round(largest, 3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "worst_sleeps": _worst(sleeps, "formula"),
         "worst_matmuls": _worst(matmuls, "calibrated"),
         "worst_matmuls_own_stages": _worst(matmuls, "simulated"),
+        "worst_engine": _worst(matmuls, "exact"),
     }
     result = {
         **worst,
