@@ -7,9 +7,11 @@
     step      a step of training without a save
     ours_overlapped, dcp_*_async_stager   a save whose copy runs beside the step that follows, and that step
 
-`dcp_stall_over_ours`: the best form's stall over ours (`dcp_defaults_...`: of those without a kept stager).
-`overlapped`: the same of saves that return before their copy, with what the step beside them took longer (`inflation`), which
-includes what storing takes from it on the same processors.
+`dcp_stall_over_ours`: the shortest stall of any of DCP's forms over that of ours, which is the overlapped one's. Each stall is
+all that the loop waits for, also before the optimizer's step. What the step beside a save took longer is `inflation`; that
+includes what storing takes from it on the same processors. `phases_ms` says what the stalls are made of.
+`blocking`: the same of the forms that return when the state may be changed (`dcp_defaults_...`: of those without a kept
+stager). There a copy is the floor for everybody.
 `dcp_wall_over_ours`: the fastest form's time to storage over ours.
 `bytes_read_over_needed`: what a load under another layout reads over what its ranks hold, the worst of several.
 """
@@ -100,8 +102,7 @@ def part(shape: Sequence[int], world: int, dim: int, rank: int) -> Box | None:
 
 
 def overlapped(peers: Sequence[str], stall: Mapping[str, float], steps: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Saves whose copy runs beside the next step: the stalls, and how much longer than one without a save the step took."""
-    best = min(peers, key=stall.__getitem__)
+    """Saves whose copy runs beside the next step: how much longer than one without a save the step took."""
     longer = {case: [w - wo for w, wo in zip(steps[case], steps["step"], strict=True)] for case in ("ours_overlapped", *peers)}
     inflation = {
         case: dict(
@@ -110,8 +111,6 @@ def overlapped(peers: Sequence[str], stall: Mapping[str, float], steps: Mapping[
         for case, values in longer.items()
     }
     return {
-        "dcp_stall_over_ours": common.ratio(stall[best], stall["ours_overlapped"]),
-        "dcp_best_stall": best,
         "stall_over_memcpy": common.ratio(stall["ours_overlapped"], stall["memcpy"]),
         "inflation_over_memcpy": {case: common.ratio(each["median_s"], stall["memcpy"]) for case, each in inflation.items()},
         "inflation": inflation,
@@ -123,30 +122,40 @@ def run(folder: Path, *, rounds: int, tiny: bool) -> dict[str, Any]:
     """The whole benchmark; the result as it is printed."""
     machine = common.Machine()
     results = measure(folder, size="tiny" if tiny else "full", rounds=rounds)
-    stalls, walls, steps = {}, {}, {}
+    stalls, walls, steps, phases = {}, {}, {}, {}
     for case in results[0].times:
         both = list(zip(*(result.times[case] for result in results), strict=True))
         stalls[case] = [max(each.stall for each in ranks) for ranks in both]
         walls[case] = [max(each.wall for each in ranks) for ranks in both]
         steps[case] = [max(each.step for each in ranks) for ranks in both]
+        phases[case] = {
+            phase: round(1000 * (common.median(max(each.phases[phase] for each in ranks) for ranks in both) or 0.0), 2)
+            for phase in both[0][0].phases
+        }
     stall = {case: common.median(values) or 0.0 for case, values in stalls.items()}
     wall = {case: common.median(values) or 0.0 for case, values in walls.items()}
     beside = [f"dcp_{form}" for form in BESIDE]
-    peers = [case for case in stall if case.startswith("dcp") and case not in beside]
+    everything = [case for case in stall if case.startswith("dcp")]
+    peers = [case for case in everything if case not in beside]
     checkpoint = RunStore(LocalStore(str(folder / "ours"))).open()
     report = checkpoint.verify()
     if not report.ok:
         raise RuntimeError(f"what was stored does not verify: {report.problems[:5]}")
     read = bytes_read(checkpoint.manifest)
     return {
-        "dcp_stall_over_ours": common.ratio(min(stall[case] for case in peers), stall["ours"]),
+        "dcp_stall_over_ours": common.ratio(min(stall[case] for case in everything), stall["ours_overlapped"]),
         "dcp_wall_over_ours": common.ratio(min(wall[case] for case in peers), wall["ours"]),
         "bytes_read_over_needed": max(read.values()),
-        "dcp_defaults_stall_over_ours": common.ratio(min(stall["dcp_thread"], stall["dcp_process"]), stall["ours"]),
-        "stall_over_memcpy": common.ratio(stall["ours"], stall["memcpy"]),
-        "dcp_best_stall": min(peers, key=stall.__getitem__),
+        "dcp_best_stall": min(everything, key=stall.__getitem__),
         "dcp_best_wall": min(peers, key=wall.__getitem__),
+        "phases_ms": {case: held for case, held in phases.items() if held},
         "overlapped": overlapped(beside, stall, steps),
+        "blocking": {
+            "dcp_stall_over_ours": common.ratio(min(stall[case] for case in peers), stall["ours"]),
+            "dcp_best_stall": min(peers, key=stall.__getitem__),
+            "dcp_defaults_stall_over_ours": common.ratio(min(stall["dcp_thread"], stall["dcp_process"]), stall["ours"]),
+            "stall_over_memcpy": common.ratio(stall["ours"], stall["memcpy"]),
+        },
         "mib_per_rank": round(max(result.nbytes for result in results) / 2**20, 1),
         "verified_bytes": report.read_bytes,
         "layouts_read": read,
@@ -165,9 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         (case, f"stall {1000 * held['median_s']:.1f} ms, wall {1000 * result['wall'][case]['median_s']:.1f} ms")
         for case, held in result["stall"].items()
     ]
-    figures = ("dcp_stall_over_ours", "dcp_wall_over_ours", "bytes_read_over_needed", "stall_over_memcpy")
-    beside = [(f"overlapped: {name}", value) for name, value in result["overlapped"].items()]
-    common.emit(result, quiet=args.json, rows=[*rows, *((name, result[name]) for name in figures), *beside])
+    rows += [(f"phases of {case}", f"{held} ms") for case, held in result["phases_ms"].items()]
+    rows += [(name, result[name]) for name in ("dcp_stall_over_ours", "dcp_wall_over_ours", "bytes_read_over_needed")]
+    rows += [(f"{part}: {name}", value) for part in ("overlapped", "blocking") for name, value in result[part].items()]
+    common.emit(result, quiet=args.json, rows=rows)
     return 0
 
 

@@ -4,6 +4,10 @@ Every case starts at a barrier and ends when what was saved is in storage; the s
 on. In the overlapped cases a step of training follows the save at once. Their stall is the call and what the step waits for
 before the optimizer changes the state; how long call and step took together is held against a step without a save. Both write
 to the same disk with fsync, and both are given the very same tensors.
+
+Each stall is also told by its phases. Ours: `look` (what of the state has changed, and its plain values), `settle` (the vote
+of the ranks, beside the copy of what cannot wait), `publish`, and `hook` (what the step waited for). DCP's: `state`
+(get_state_dict), `call` (async_save), and `hook`.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -24,18 +29,24 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ftrain
-from benchmarks.peers.dcp import BESIDE, FORMS, begin, stager_of
+from benchmarks.peers.dcp import BESIDE, FORMS, begin, planner_of, stager_of
+from ftrain.checkpoint.checkpointer import Save
 
 BLOCKS = {"full": (10, 2048), "tiny": (2, 96)}
 BATCH = 32
 
+T = TypeVar("T")
+
 
 class Times(msgspec.Struct):
-    """Seconds of one round: the loop stood still, until everything was stored, and of the save and the step beside it."""
+    """Seconds of one round: the loop stood still, until everything was stored, and of the save and the step beside it; and what
+    the stall is made of.
+    """
 
     stall: float
     wall: float
     step: float = 0.0
+    phases: dict[str, float] = {}
 
 
 class Result(msgspec.Struct):
@@ -55,6 +66,35 @@ def model_of(size: str) -> nn.Module:
     return fully_shard(model)
 
 
+class Timed(ftrain.Checkpointer):
+    """With a clock at each phase of a save."""
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of the last save's."""
+        return dict(self._phases)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> float:
+        """As ever."""
+        self._phases: dict[str, float] = {}
+        return super().save(step, state)
+
+    def _begin(self, step: int, state: Mapping[str, Any]) -> Save:
+        return self._timed("look", lambda: super(Timed, self)._begin(step, state))
+
+    def _settle(self, save: Save) -> bool:
+        return self._timed("settle", lambda: super(Timed, self)._settle(save))
+
+    def _publish(self, save: Save) -> None:
+        self._timed("publish", lambda: super(Timed, self)._publish(save))
+
+    def _timed(self, phase: str, action: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self._phases[phase] = time.perf_counter() - begin
+
+
 class Bench:
     """The state and the ways to save it."""
 
@@ -65,10 +105,10 @@ class Bench:
         for parameter in self._model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self._optimizer.step()
-        self._checkpointer = ftrain.Checkpointer(str(folder / "ours"), on_error="raise")
+        self._checkpointer = Timed(str(folder / "ours"), on_error="raise")
         self._state = {"model": self._model, "optimizer": self._optimizer}
         self._checkpointer.load(self._state)
-        self._overlapped = ftrain.Checkpointer(str(folder / "overlapped"), on_error="raise", overlap=True)
+        self._overlapped = Timed(str(folder / "overlapped"), on_error="raise", overlap=True)
         self._overlapped.load(self._state)
         self._group = dist.new_group(backend="gloo")
         self._stagers = {form: stager_of(form) for form in (*FORMS, *BESIDE)}
@@ -88,15 +128,17 @@ class Bench:
         self._checkpointer.save(number + 1, self._state)
         stall = time.perf_counter() - begin
         self._checkpointer.wait()
-        return self._done(stall, begin, self._folder / "ours" / "checkpoints" / f"step-{number:08d}")
+        times = Times(stall, time.perf_counter() - begin, phases=self._checkpointer.phases())
+        return self._done(times, self._folder / "ours" / "checkpoints" / f"step-{number:08d}")
 
     def dcp_sync(self, number: int) -> Times:
         """dcp.save: the loop waits for all of it."""
         self._change(number)
         path = self._folder / "sync" / str(number)
         begin = time.perf_counter()
-        dcp.save(self._dcp_state(), checkpoint_id=path, process_group=self._group)
-        return self._done(time.perf_counter() - begin, begin, path)
+        dcp.save(self._dcp_state(), checkpoint_id=path, process_group=self._group, planner=planner_of())
+        seconds = time.perf_counter() - begin
+        return self._done(Times(seconds, seconds), path)
 
     def dcp_async(self, form: str) -> Callable[[int], Times]:
         """dcp.async_save in one of its forms."""
@@ -105,11 +147,14 @@ class Bench:
             self._change(number)
             path = self._folder / form / str(number)
             start = time.perf_counter()
-            begun = begin(self._dcp_state(), form, self._stagers[form], path, self._group)
-            stall = time.perf_counter() - start
+            state = self._dcp_state()
+            taken = time.perf_counter()
+            begun = begin(state, form, self._stagers[form], path, self._group)
+            called = time.perf_counter()
             assert begun.staged is None, "that is what a stager with a thread of its own returns"
             begun.stored.result()
-            return self._done(stall, start, path)
+            phases = {"state": taken - start, "call": called - taken}
+            return self._done(Times(called - start, time.perf_counter() - start, phases=phases), path)
 
         return run
 
@@ -126,10 +171,12 @@ class Bench:
         start = time.perf_counter()
         self._overlapped.save(number + 1, self._state)
         stall = time.perf_counter() - start
-        stall += self._train(self._overlapped.wait_copied)  # as its hook does: here the waiting is measured
+        waited = self._train(self._overlapped.wait_copied)  # as its hook does: here the waiting is measured
         step = time.perf_counter() - start
         self._overlapped.wait()
-        return self._done(stall, start, self._folder / "overlapped" / "checkpoints" / f"step-{number:08d}", step)
+        phases = self._overlapped.phases() | {"hook": waited}
+        times = Times(stall + waited, time.perf_counter() - start, step, phases)
+        return self._done(times, self._folder / "overlapped" / "checkpoints" / f"step-{number:08d}")
 
     def dcp_beside(self, form: str) -> Callable[[int], Times]:
         """dcp.async_save with staging in a thread, and a step."""
@@ -138,20 +185,17 @@ class Bench:
             self._change(number)
             path = self._folder / form / str(number)
             start = time.perf_counter()
-            begun = begin(self._dcp_state(), form, self._stagers[form], path, self._group)
-            stall = time.perf_counter() - start
-            assert begun.staged is not None
+            state = self._dcp_state()
+            taken = time.perf_counter()
+            begun = begin(state, form, self._stagers[form], path, self._group)
+            called = time.perf_counter()
             staged = begun.staged
-
-            def wait() -> float:
-                before = time.perf_counter()
-                staged.result()
-                return time.perf_counter() - before
-
-            stall += self._train(wait)
+            assert staged is not None
+            waited = self._train(lambda: _waited(staged))
             step = time.perf_counter() - start
             begun.stored.result()
-            return self._done(stall, start, path, step)
+            phases = {"state": taken - start, "call": called - taken, "hook": waited}
+            return self._done(Times(called - start + waited, time.perf_counter() - start, step, phases), path)
 
         return run
 
@@ -184,8 +228,7 @@ class Bench:
                 parameter.to_local().fill_(number)
         dist.barrier()
 
-    def _done(self, stall: float, begin: float, old: Path, step: float = 0.0) -> Times:
-        times = Times(stall, time.perf_counter() - begin, step)
+    def _done(self, times: Times, old: Path) -> Times:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(old, ignore_errors=True)
@@ -195,6 +238,12 @@ class Bench:
         """Ours is closed as a script would."""
         self._checkpointer.close()
         self._overlapped.close()
+
+
+def _waited(staged: Future[Any]) -> float:
+    before = time.perf_counter()
+    staged.result()
+    return time.perf_counter() - before
 
 
 def main(argv: list[str]) -> int:

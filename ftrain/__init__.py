@@ -7,10 +7,11 @@ What a training script uses is looked up when it is first used.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftrain.checkpoint.checkpointer import Checkpointer, SaveError
+    from ftrain.checkpoint.checkpointer import Checkpointer
     from ftrain.checkpoint.dcp import DcpReader, DcpWriter
     from ftrain.checkpoint.per_rank import PerRank, RandomState, per_rank
     from ftrain.checkpoint.record import StateError
+    from ftrain.checkpoint.script_link import SaveError
     from ftrain.supervised import progress
 
 __version__ = "0.1.0"
@@ -33,7 +34,7 @@ _MODULES = {
     "DcpWriter": "ftrain.checkpoint.dcp",
     "PerRank": "ftrain.checkpoint.per_rank",
     "RandomState": "ftrain.checkpoint.per_rank",
-    "SaveError": "ftrain.checkpoint.checkpointer",
+    "SaveError": "ftrain.checkpoint.script_link",
     "StateError": "ftrain.checkpoint.record",
     "per_rank": "ftrain.checkpoint.per_rank",
     "progress": "ftrain.supervised",

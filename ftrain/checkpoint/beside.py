@@ -15,9 +15,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ftrain.checkpoint.per_rank import PerRank
+from ftrain.checkpoint.known import Held, Known, identical
 from ftrain.checkpoint.record import StateError
-from ftrain.checkpoint.state import local_of
+from ftrain.checkpoint.state import local_of, objects_in
 
 Overlap = bool | Literal["manual"]
 Later = Callable[[torch.Tensor], bool]
@@ -33,9 +33,12 @@ class Beside:
             raise ValueError(f'overlap={overlap!r}: True, False, or "manual"')
         self._overlap, self._wait = overlap, wait
         self._hooks: dict[int, tuple[Optimizer, list[RemovableHandle]]] = {}
+        self._held: list[Held] = []
+        self._later: Later = _everything
 
-    def watch(self, state: Mapping[str, Any]) -> Later | None:
-        """Hook the optimizers of a state; what may be copied later (None: nothing may).
+    def watch(self, state: Mapping[str, Any], known: Known) -> Later | None:
+        """Hook the optimizers of a state; what may be copied later (None: nothing may). As long as they hold what they held,
+        the answer is the same object.
 
         Raises StateError if there is nobody who could wait.
         """
@@ -46,14 +49,17 @@ class Beside:
         for optimizer in optimizers:
             self._hook(optimizer)
         if self._overlap == "manual":
-            return lambda tensor: True
+            return _everything
         if not optimizers:
             raise StateError(
                 "overlap=True waits for the copy before an optimizer of the state steps, and the state has none: put it in, or "
                 'say overlap="manual" and call wait_copied() before anything in the state changes'
             )
-        held = {memory_of(tensor) for optimizer in optimizers for tensor in tensors_of(optimizer)}
-        return lambda tensor: memory_of(tensor) in held
+        held = [known.held(optimizer) for optimizer in optimizers]
+        if self._later is _everything or not identical(held, self._held):
+            memory = {memory_of(tensor) for each in held for tensor in each.tensors}
+            self._held, self._later = held, lambda tensor: memory_of(tensor) in memory
+        return self._later
 
     def _hook(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._hooks:
@@ -73,27 +79,17 @@ class Beside:
     def close(self) -> None:
         """Take the hooks away."""
         self._let_go(list(self._hooks))
+        self._held, self._later = [], _everything
+
+
+def _everything(tensor: torch.Tensor) -> bool:
+    """Somebody else does the waiting."""
+    return True
 
 
 def optimizers_in(values: Iterable[Any]) -> Iterator[Optimizer]:
     """The optimizers in a state."""
-    for value in values:
-        if isinstance(value, PerRank):
-            value = value.value
-        if isinstance(value, Optimizer):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from optimizers_in(value.values())
-        elif isinstance(value, list | tuple):
-            yield from optimizers_in(value)
-
-
-def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """What only its step changes: its parameters, and its state of each."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for held in optimizer.state.values():
-        yield from (value for value in held.values() if isinstance(value, torch.Tensor))
+    return (value for value in objects_in(values) if isinstance(value, Optimizer))
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[str, int, int]:

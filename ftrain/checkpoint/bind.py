@@ -22,7 +22,7 @@ from ftrain.checkpoint.pieces import Holding, holders_of, holding, owned
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import Node, StateError, items_of, kind_of, value_of
 from ftrain.checkpoint.restore import batches, bits_of
-from ftrain.checkpoint.state import Leaf, Names, dtype_name, module_state, modules_in, names_itself, parameter_names
+from ftrain.checkpoint.state import Leaf, Names, dtype_name, local_of, module_state, modules_in, names_itself, parameter_names
 from storage.checkpoint import Checkpoint
 from storage.digest import digest_box
 from storage.reader import Want
@@ -98,6 +98,10 @@ class Binder:
 
     def _target(self, tensor: torch.Tensor, node: Node, path: str) -> None:
         """Have the array of a node loaded into a tensor."""
+        local = local_of(tensor)
+        if local.is_conj() or local.is_neg():
+            self.problems.append(f"{path} is conjugated or negated by a mark, and cannot be filled: resolve_conj, resolve_neg")
+            return
         held = holding(Leaf(path, node["array"], tensor.detach(), True, False))
         stored = self.checkpoint.array(node["array"])
         if (stored.shape, stored.dtype, node["type"][1]) != (held.spec.shape, held.spec.dtype, dtype_name(tensor.dtype)):

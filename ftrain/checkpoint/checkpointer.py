@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from ftrain.checkpoint.beside import Beside, Later, Overlap
-from ftrain.checkpoint.pieces import Plan, holdings_of, plan, signature
+from ftrain.checkpoint.known import Known
+from ftrain.checkpoint.pieces import Holding, Pieces, holdings_of, plan
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.record import merged
-from ftrain.checkpoint.script_link import KeeperLink
+from ftrain.checkpoint.record import encoded, merged
+from ftrain.checkpoint.script_link import Keepers, SaveError
 from ftrain.checkpoint.script_load import load_newest
 from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
 from ftrain.checkpoint.script_slots import ScriptSlots
@@ -44,11 +45,21 @@ log = logging.getLogger("ftrain.checkpoint")
 
 RUN = "FTRAIN_RUN"
 LEVEL = 5  # of compression: a higher one takes longer and saves nothing on numbers
-LIVES = 3  # keepers in a row that may die without having finished anything
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be stored; training could go on."""
+@dataclass(slots=True)
+class Save:
+    """One save of this rank, under way."""
+
+    step: int
+    flat: Flat = field(default_factory=lambda: Flat({}, [], [], {}))
+    later: Later | None = None
+    record: bytes = b""
+    fits: bool = False  # the plan and the slots are right for this state
+    problem: Exception | None = None  # it cannot be saved
+    slot: str = ""  # filled, and not published yet
+    overlaps: bool = False  # some of it is to be copied yet
+    broken: Exception | None = None  # the slot could not be filled
 
 
 class Checkpointer:
@@ -93,14 +104,12 @@ class Checkpointer:
             keep_last=keep_last,
             keep_every=keep_every,
         )
-        self._keeper: KeeperLink | None = None
+        self._keepers = Keepers(self._start)
         self._failed: list[str] = []  # what has not been raised yet
-        self._deaths = 0  # of keepers, since one of them has finished something
         self._slots: ScriptSlots | None = None
-        self._plan: Plan | None = None
+        self._pieces: Pieces | None = None  # of the state that the slots are for
+        self._known, self._generation = Known(), 0  # the latter of the slots
         self._beside, self._closed = Beside(overlap, self.wait_copied), False
-        self._copying: tuple[str, int] | None = None  # slot and step
-        self._thread = threading.get_ident()
         self._newest, self._saved_any = 0, False
         self.committed: int | None = None
         """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
@@ -117,7 +126,9 @@ class Checkpointer:
         NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
         goes on from here. What this object has saved is waited for first.
         """
-        self._beside.watch(state)
+        self._check_open()
+        self._known.look()
+        self._beside.watch(state, self._known)
         if self._saved_any:
             self.wait()
         loaded, without = load_newest(self._store, state, self._ranks, step=step, strict=strict)
@@ -131,12 +142,10 @@ class Checkpointer:
 
     def _take_epoch(self, starts_from: int | None) -> None:
         """From here on this run's history is what these ranks write."""
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        self._keepers.close()
         if self._slots is not None:  # they belong to the epoch before
             self._slots.close()
-            self._slots, self._plan = None, None
+            self._slots, self._pieces, self._generation = None, None, self._generation + 1
         said, problem = b"", None
         if self._ranks.rank == 0:
             try:
@@ -152,6 +161,7 @@ class Checkpointer:
         if not told:
             raise SaveError("rank 0 could not take over the run; its own error says why")
         self._start = msgspec.structs.replace(self._start, epoch=msgspec.msgpack.decode(told, type=int))
+        self._keepers = Keepers(self._start)
 
     # -- save ------------------------------------------------------------------------------------------------------------
 
@@ -160,116 +170,159 @@ class Checkpointer:
 
         With `overlap` the copy may go on after that (`wait_copied`). Every rank calls it after the same step, with the state of
         `load`. `step` is the number of finished steps and grows. The checkpoint exists when all ranks' shares are stored;
-        `wait` waits for that. Raises SaveError on all ranks if an earlier save has failed on one of them (with
-        `on_error="raise"`), StateError if `overlap` has nobody who could wait.
+        `wait` waits for that. What is wrong on one rank is raised on all, and none has begun then: SaveError if an earlier save
+        has failed (with `on_error="raise"`) or nobody is left to store this one, ValueError for a step that cannot come now,
+        StateError (a SaveError on the other ranks) for a state that cannot be saved.
         """
         begin = time.monotonic()
+        self._check_open()
         if self._start.epoch < 0:
             raise SaveError("call load(state) first: it says from where this run goes on, also when there is nothing to load")
-        if step <= self._newest and self._saved_any:
-            raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
-        later = self._beside.watch(state)
         self.wait_copied()
-        self._hear()
-        self._keep_alive()
-        if self._on_error == "raise":
-            self._agree()
-        flat = flatten(state, self._ranks.rank)
-        slots = self._ready_for(flat)
-        busy = not slots.has_free()
-        if self._when_busy == "skip" and self._ranks.any(busy):
-            log.warning("step %d is not saved: two earlier saves are still on their way", step)
-            return time.monotonic() - begin
-        while not slots.wait_free(1.0):
-            self._hear()
-            self._keep_alive()
-        self._copy(slots, flat, step, later)
+        save = self._begin(step, state)
+        try:
+            if self._settle(save):
+                self._publish(save)
+            else:
+                log.warning("step %d is not saved: two earlier saves are still on their way", step)
+        finally:
+            self._give_back(save)  # if it was filled, and not published
         seconds = time.monotonic() - begin
         found = reporter()
         if found is not None:
             found.saved(seconds)
         return seconds
 
-    def _copy(self, slots: ScriptSlots, flat: Flat, step: int, later: Later | None) -> None:
-        """Fill a slot, or begin to, and say so."""
-        assert self._plan is not None
-        self._newest, self._saved_any, self._thread = step, True, threading.get_ident()
-        holdings = self._plan.holdings(flat)
-        parts = [holdings[index].leaf.tensor for index, _ in self._plan.parts]
-        put_off = [tensor if later is not None and later(tensor) else None for tensor in parts]
-        name = slots.fill(self._plan.pieces(holdings), step, put_off)
-        self._copying = (name, step) if any(tensor is not None for tensor in put_off) else None
-        self._link().saved(name, step, msgspec.json.encode(flat.record))
-        slots.go_on()  # last, so that the copy's thread does not take turns with this one
+    def _begin(self, step: int, state: Mapping[str, Any]) -> Save:
+        """This rank's part in a save. Whatever is wrong with it: the others must not wait for this rank."""
+        save = Save(step)
+        try:
+            if step <= self._newest and self._saved_any:
+                raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
+            self._known.look()
+            save.later = self._beside.watch(state, self._known)
+            self._hear()
+            self._keepers.link()
+            save.flat = flatten(state, self._ranks.rank, self._known)
+            save.record = encoded(save.flat.record)
+            save.fits = self._pieces is not None and self._pieces.fits(save.flat)
+        except Exception as error:
+            save.problem = error
+        return save
+
+    def _settle(self, save: Save) -> bool:
+        """Whether the save takes place, as all ranks see it; if it does, a slot is filled, or begun to be.
+
+        What they must agree about is one collective, and the copy runs beside it: mostly all is well.
+        """
+        free = self._slots is not None and self._slots.has_free()
+        failed = save.problem is not None or (self._on_error == "raise" and bool(self._failed))
+        busy = self._when_busy == "skip" and self._slots is not None and not free
+        votes = self._ranks.largest([failed, not save.fits, busy, save.step, -save.step])
+        if save.fits and free:
+            self._fill(save)
+        any_failed, any_changed, any_busy, last, first = votes()
+        if any_failed or any_changed or any_busy or last != -first:
+            self._give_back(save)
+        if any_failed:
+            self._agree(save.problem)
+        if last != -first:
+            raise ValueError(f"the ranks save steps {-first} to {last}, this one {save.step}: all save after the same step")
+        if any_changed:
+            self._replan(save.flat)
+        elif any_busy:
+            return False
+        if not (save.slot or save.broken):
+            self._wait_free()
+            self._fill(save)
+        return True
+
+    def _wait_free(self) -> None:
+        assert self._slots is not None
+        while not self._slots.wait_free(1.0):
+            self._hear()
+            self._keepers.link()
+
+    def _fill(self, save: Save) -> None:
+        assert self._slots is not None
+        assert self._pieces is not None
+        try:
+            put_off = self._pieces.put_off(save.flat, save.later)
+            save.slot = self._slots.fill(self._pieces.of(save.flat), save.step, put_off.parts, put_off.watched)
+            save.overlaps = True in put_off.parts
+        except Exception as error:
+            save.broken = error
+
+    def _give_back(self, save: Save) -> None:
+        if save.slot and self._slots is not None:
+            self._slots.give_back()
+        save.slot, save.broken = "", None
+
+    def _publish(self, save: Save) -> None:
+        """Have it stored, and if something is to be copied yet, begin with that. What is said about an overlapped copy is said
+        by the thread that copies: until `wait_copied` nobody else speaks to the keeper.
+        """
+        assert self._slots is not None
+        self._newest, self._saved_any = save.step, True
+        link, step, record = self._keepers.link(), save.step, save.record
+        if save.broken is not None:
+            name = self._slots.names[0]
+            link.saved(name, step, record)
+            link.copied(name, step, f"the copy failed: {type(save.broken).__name__}: {save.broken}")
+            raise save.broken
+        name, save.slot = save.slot, ""
+        if save.overlaps:
+            self._slots.go_on(lambda: link.saved(name, step, record), lambda problem: link.copied(name, step, problem))
+        else:
+            link.saved(name, step, record)
 
     def wait_copied(self) -> float:
         """With `overlap`: wait until the copy that the last save began is over; from then on the state may be changed. Returns
         the seconds that it waited. Nothing to wait for: it returns at once.
         """
-        begin = time.monotonic()
-        if self._copying is None or self._slots is None:
+        if self._slots is None or not self._slots.copying:
             return 0.0
-        error = self._slots.finish()  # it comes back as the keeper's answer to this save, where all ranks are told
-        if threading.get_ident() == self._thread:  # backward may step optimizers on other threads; the channel is for one
-            (name, step), self._copying = self._copying, None
-            if self._keeper is not None:
-                self._keeper.copied(name, step, error)
+        begin = time.monotonic()
+        self._slots.finish()  # what went wrong comes back as the keeper's answer to this save, where all ranks are told
         seconds = time.monotonic() - begin
         found = reporter()
         if found is not None:
             found.saved(seconds)
         return seconds
 
-    def _ready_for(self, flat: Flat) -> ScriptSlots:
-        """Memory for this state; planned anew, by all ranks together, when its structure has changed on one of them."""
-        changed = self._plan is None or self._plan.signature != signature(flat)
-        if self._ranks.any(changed):
-            self._replan(flat)
-        assert self._slots is not None
-        return self._slots
-
     def _replan(self, flat: Flat) -> None:
+        """Share the state out anew. A collective; what goes wrong on one rank is raised on all."""
+        held, problem = list[Holding](), None
+        try:
+            held = holdings_of(flat)
+        except Exception as error:
+            problem = error
+        self._raise_together(problem)
         records = [msgspec.json.decode(each) for each in self._ranks.gather(msgspec.json.encode(flat.record))]
         merged(records)  # raises StateError, the same on all ranks, if they differ where they may not
-        self._plan = plan(flat, holdings_of(flat), self._ranks)
+        made = plan(flat, held, self._ranks)
+        self._let_go_slots()
+        try:
+            self._slots = ScriptSlots(made.layout, self._start, generation=self._generation)
+            self._keepers.adopt(self._slots.fds)
+        except Exception as error:
+            problem = error
+        self._raise_together(problem)
+        self._pieces = Pieces(made)
+
+    def _let_go_slots(self) -> None:
+        """When the keeper has nothing left to do with them."""
+        self._pieces = None
         if self._slots is not None:
-            self._wait_parts()
-            if self._keeper is not None:
-                self._keeper.forget(self._slots.names)
+            self._keepers.forget(self._slots.names)
             self._slots.close()
-        generation = self._slots.generation + 1 if self._slots is not None else 0
-        self._slots = ScriptSlots(self._plan.layout, self._start, generation=generation)
-        if self._keeper is not None:  # one that is yet to be started gets them then
-            self._keeper.adopt(self._slots.fds)
-
-    def _link(self) -> KeeperLink:
-        """The keeper, started when it is first needed, and again if it died: the slots know what is still owed."""
-        self._keep_alive()
-        if self._keeper is None:
-            self._keeper = KeeperLink(self._start)
-            if self._slots is not None:
-                self._keeper.adopt(self._slots.fds)
-        return self._keeper
-
-    def _keep_alive(self) -> None:
-        """Replace a keeper that died. Raises SaveError if that has not helped several times in a row."""
-        if self._keeper is None or self._keeper.alive:
-            return
-        self._deaths += 1
-        if self._deaths > LIVES:
-            raise SaveError(f"{LIVES} keeper processes in a row died (status {self._keeper.status}); their words are in stderr")
-        log.warning("the keeper process died (status %s); another one is started", self._keeper.status)
-        dead, self._keeper = self._keeper, KeeperLink(self._start)
-        self._keeper.take_over(dead, self._slots.fds if self._slots is not None else {})
+            self._slots, self._generation = None, self._generation + 1
 
     # -- what came of it -------------------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
         """Take in what the keeper has said; what failed is remembered, if it is to be raised."""
-        if self._keeper is None:
-            return
-        for message in self._keeper.news():
-            self._deaths = 0
+        for message in self._keepers.news():
             if message.error:
                 text = f"step {message.step} is not saved: {message.error}"
                 log.error("%s", text)
@@ -278,12 +331,21 @@ class Checkpointer:
                 self.committed = message.step
             self._tell_supervisor(message)
 
-    def _agree(self, problem: str = "") -> None:
-        """Raise SaveError on all ranks if something has failed on one of them: a rank that left alone would leave the others in
-        a collective. A collective itself.
+    def _raise_together(self, problem: Exception | None) -> None:
+        """Raise on all ranks if there is a problem on one of them: a rank that left alone would leave the others in a
+        collective. A collective itself.
         """
-        failed, self._failed = [*self._failed, *([problem] if problem else [])], []
-        said = self._ranks.agreed("; ".join(failed) or None)
+        if self._ranks.largest([problem is not None])()[0]:
+            self._agree(problem)
+
+    def _agree(self, problem: Exception | None) -> None:
+        """Raise this rank's problem, or SaveError with another one's, or with what has failed earlier on one of them. A
+        collective.
+        """
+        failed, self._failed = self._failed, []
+        said = self._ranks.agreed("; ".join([*failed, *([str(problem)] if problem is not None else [])]) or None)
+        if problem is not None:
+            raise problem
         if said is not None:
             raise SaveError(said)
 
@@ -293,12 +355,6 @@ class Checkpointer:
             done = message
             found.send(StateStored(step=done.step, t=time.time(), nbytes=done.nbytes, seconds=done.seconds, error=done.error))
 
-    def _wait_parts(self) -> None:
-        while self._keeper is not None and self._keeper.owes_parts:
-            self._keep_alive()
-            self._keeper.listen(1.0)
-        self._hear()
-
     def wait(self) -> int | None:
         """Wait until everything saved is in storage, on all ranks; returns the newest committed step.
 
@@ -306,17 +362,19 @@ class Checkpointer:
         could tell.
         """
         self.wait_copied()
-        problem = ""
+        problem = None
         try:
-            while self._keeper is not None and self._keeper.owes:
-                self._keep_alive()
-                self._keeper.listen(1.0)
+            self._keepers.wait()
         except SaveError as error:
-            problem = str(error)
+            problem = error
         self._hear()
         self._agree(problem)
         self.committed = msgspec.msgpack.decode(self._ranks.first_says(msgspec.msgpack.encode(self.committed)))
         return self.committed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveError("this Checkpointer is closed: close() comes after the last save; for another run make another one")
 
     def close(self) -> None:
         """Wait for what is on its way, then give everything back. All ranks call it, before the process group is destroyed."""
@@ -327,11 +385,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._beside.close()
-            if self._keeper is not None:
-                self._keeper.close()
-                self._keeper = None
+            self._keepers.close()
             if self._slots is not None:
                 self._slots.close()
-                self._slots = None
+            self._slots, self._pieces, self._known = None, None, Known()
             self._ranks.close()
             self._store.close()

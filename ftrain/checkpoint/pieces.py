@@ -7,9 +7,9 @@ which is the one that DistributedDataParallel broadcasts from as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import msgspec
@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ftrain.checkpoint.known import identical
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import StateError
 from ftrain.checkpoint.shards import Cut, Region, edges, regions, tile_of
@@ -26,7 +27,7 @@ from storage.box import Box
 from storage.grid import DTYPES, SMALL_BYTES
 from storage.pack import ArraySpec, PackLayout, plan_pack
 
-STORED_AS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+STORED_AS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 """Two reals for each element, in a dimension more."""
 
 
@@ -48,12 +49,15 @@ class Holding:
 
 
 def stored(values: torch.Tensor, path: str) -> tuple[torch.Tensor, str]:
-    """The same memory in a type that the format has, and the type's name. Raises StateError if there is none."""
-    name = dtype_name(values.dtype)
+    """The same memory in a type that the format has, and the type's name. Raises StateError if there is none.
+
+    What is conjugated or negated by a mark only is done so, in other memory.
+    """
+    values, name = values.resolve_conj().resolve_neg(), dtype_name(values.dtype)
     if name in DTYPES:
         return values, name
     if values.dtype in STORED_AS:
-        return torch.view_as_real(values.resolve_conj()), dtype_name(STORED_AS[values.dtype])
+        return torch.view_as_real(values), dtype_name(STORED_AS[values.dtype])
     if values.dtype.itemsize == 1:  # the types of 8 bits that NumPy and Zarr lack
         return values.view(torch.uint8), "uint8"
     raise StateError(f"{path} has the type {values.dtype}, which the format does not have; it has {', '.join(DTYPES)}")
@@ -101,25 +105,91 @@ def _placement(tensor: torch.Tensor, path: str) -> tuple[list[Cut], Sequence[int
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank writes, in order: the layout of its pack, and for each part the holding and where it lies there."""
+    """What this rank writes, in order: the layout of its pack, and for each part the leaf and where it lies there."""
 
     layout: PackLayout
     parts: tuple[tuple[int, Region], ...]
-    """(index of the holding, region)."""
-    signature: tuple[Any, ...]
+    """(index of the leaf, region)."""
+    signatures: tuple[tuple[Any, ...], ...]
+    """Of each leaf, what the plan depends on."""
     held: tuple[tuple[ArraySpec, tuple[Region, ...]], ...]
-    """Of each leaf, what does not change while the signature does not."""
+    """Of each leaf, what does not change while its signature does not."""
+    tied: dict[str, list[str]]
 
-    def holdings(self, flat: Flat) -> list[Holding]:
-        """What this rank holds of a state of the same signature, without working out again where it lies."""
-        return [
-            Holding(leaf, spec, stored(local_of(leaf.tensor), leaf.path)[0], regions)
-            for leaf, (spec, regions) in zip(flat.leaves, self.held, strict=True)
-        ]
 
-    def pieces(self, holdings: Sequence[Holding]) -> list[StatePiece]:
-        """The live state of each part."""
-        return [_piece(holdings[index], region) for index, region in self.parts]
+class PutOff(NamedTuple):
+    """What may be copied later: of each part whether it may, and the tensors that then must not change, with their names."""
+
+    parts: list[bool]
+    watched: list[tuple[str, torch.Tensor]]
+
+
+class Pieces:
+    """The live state of each part of a plan. What has not moved since the last time is not looked for again."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._later: Callable[[torch.Tensor], bool] | None = None
+        self._flags: list[bool] = [False] * len(plan.held)
+        self._flagged: list[Leaf | None] = [None] * len(plan.held)
+        self._sources: list[torch.Tensor] = []
+        self._put_off = PutOff([False] * len(plan.parts), [])
+        self._leaves: list[Leaf | None] = [None] * len(plan.held)
+        self._parts_of: list[list[int]] = [[] for _ in plan.held]
+        for part, (index, _) in enumerate(plan.parts):
+            self._parts_of[index].append(part)
+        self._copied: set[int] = set()  # leaves that are copied to be written: their values are those of one moment
+        self._pieces: list[StatePiece | None] = [None] * len(plan.parts)
+
+    def fits(self, flat: Flat) -> bool:
+        """Whether the plan is right for a state, too."""
+        return (
+            len(flat.leaves) == len(self._leaves)
+            and flat.tied == self._plan.tied
+            and all(
+                leaf is known or signature(leaf) == of
+                for leaf, known, of in zip(flat.leaves, self._leaves, self._plan.signatures, strict=True)
+            )
+        )
+
+    def of(self, flat: Flat) -> list[StatePiece]:
+        """Of a state that the plan fits. A piece is the same object, and the list is, as long as nothing of it has moved."""
+        if not self._copied and identical(flat.leaves, self._leaves):
+            return cast("list[StatePiece]", self._pieces)
+        pieces = list(self._pieces)
+        for index, leaf in enumerate(flat.leaves):
+            if leaf is not self._leaves[index] or index in self._copied:
+                self._find(index, leaf, pieces)
+        self._leaves, self._pieces = list(flat.leaves), pieces
+        return cast("list[StatePiece]", pieces)
+
+    def put_off(self, flat: Flat, later: Callable[[torch.Tensor], bool] | None) -> PutOff:
+        """What of such a state may be copied later, by the rule of `later`; None: nothing."""
+        if later is self._later and identical(flat.leaves, self._flagged) and identical(flat.sources, self._sources):
+            return self._put_off
+        if later is not self._later:
+            self._later, self._flagged = later, [None] * len(flat.leaves)
+        if later is not None:
+            each = zip(flat.leaves, self._flagged, self._flags, strict=True)
+            self._flags = [flag if leaf is known else later(leaf.tensor) for leaf, known, flag in each]
+        else:
+            self._flags = [False] * len(flat.leaves)
+        self._flagged, self._sources = list(flat.leaves), list(flat.sources)
+        written = {index for index, _ in self._plan.parts}
+        named = zip(flat.leaves, flat.sources, self._flags, strict=True)
+        watched = [(leaf.array, tensor) for index, (leaf, tensor, off) in enumerate(named) if off and index in written]
+        self._put_off = PutOff([self._flags[index] for index, _ in self._plan.parts], watched)
+        return self._put_off
+
+    def _find(self, index: int, leaf: Leaf, pieces: list[StatePiece | None]) -> None:
+        spec, regions = self._plan.held[index]
+        held = Holding(leaf, spec, stored(local_of(leaf.tensor), leaf.path)[0], regions)
+        live = local_of(leaf.tensor).untyped_storage().data_ptr()
+        self._copied.discard(index)
+        for part in self._parts_of[index]:
+            piece = pieces[part] = _piece(held, self._plan.parts[part][1])
+            if piece.tensor.untyped_storage().data_ptr() != live:
+                self._copied.add(index)
 
 
 def _piece(held: Holding, region: Region) -> StatePiece:
@@ -129,16 +199,11 @@ def _piece(held: Holding, region: Region) -> StatePiece:
     return StatePiece(held.spec.name, region.box, values, held.spec.dtype)
 
 
-def signature(flat: Flat) -> tuple[Any, ...]:
+def signature(leaf: Leaf) -> tuple[Any, ...]:
     """What a plan depends on."""
-    return tuple(
-        (leaf.array, tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.alike, leaf.own, _layout_of(leaf.tensor))
-        for leaf in flat.leaves
-    )
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.placements, id(tensor.device_mesh)) if isinstance(tensor, DTensor) else ()
+    tensor = leaf.tensor
+    layout = (tensor.placements, id(mesh := tensor.device_mesh), mesh) if isinstance(tensor, DTensor) else ()
+    return leaf.path, leaf.array, tuple(tensor.shape), tensor.dtype, leaf.alike, leaf.own, layout
 
 
 def holdings_of(flat: Flat) -> list[Holding]:
@@ -169,7 +234,9 @@ def plan(flat: Flat, holdings: Sequence[Holding], ranks: Ranks) -> Plan:
     layout = plan_pack(specs, boxes)
     described = specs if ranks.rank == 0 else layout.specs
     held = tuple((each.spec, each.regions) for each in holdings)
-    return Plan(PackLayout(dict(described), layout.parts, layout.nbytes), tuple(parts), signature(flat), held)
+    packed = PackLayout(dict(described), layout.parts, layout.nbytes)
+    tied = {array: list(others) for array, others in flat.tied.items()}
+    return Plan(packed, tuple(parts), tuple(map(signature, flat.leaves)), held, tied)
 
 
 def owned(held: Holding, holders: Holders, rank: int) -> Iterator[Region]:

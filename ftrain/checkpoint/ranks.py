@@ -7,6 +7,8 @@ the script's business.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import torch
@@ -52,13 +54,19 @@ class Ranks:
         rank, said = problems[0]
         return str(said) if self.alone else f"rank {rank}: {said}"
 
-    def any(self, mine: bool) -> bool:
-        """Whether it is so on some rank."""
+    def largest(self, mine: Sequence[int]) -> Callable[[], list[int]]:
+        """The largest that any rank says, of each of some numbers; what is returned waits for it."""
         if self.alone:
-            return mine
-        flag = torch.tensor([int(mine)], dtype=torch.int64)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
+            return lambda: list(mine)
+        numbers = torch.tensor(mine, dtype=torch.int64)
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[int]:
+            assert work is not None
+            work.wait()
+            return cast("list[int]", numbers.tolist())
+
+        return wait
 
     def close(self) -> None:
         """Give the group back, if the script's own is still there."""

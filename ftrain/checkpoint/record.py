@@ -20,8 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 Node = Any
 MAX_INT = 2**63
+MAX_RECORD = 16 << 20
 
 
 class StateError(TypeError):
@@ -30,8 +33,10 @@ class StateError(TypeError):
 
 def plain(value: Any, path: str) -> Node:
     """The node of a value without parts. Raises StateError, naming `path`."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return text_of(value, path)
     if isinstance(value, int):
         return int(value) if -MAX_INT <= value < MAX_INT else {"int": str(int(value))}
     if isinstance(value, float):
@@ -45,12 +50,33 @@ def plain(value: Any, path: str) -> Node:
     )
 
 
+def text_of(value: str, path: str) -> str:
+    """The same text. Raises StateError if UTF-8 has no word for it: half of a surrogate pair, as in undecodable file names."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise StateError(f"{path}: the text {value!r:.60} is not Unicode ({error.reason}): save it as bytes") from None
+    return value
+
+
+def encoded(record: Node) -> bytes:
+    """A state's record as JSON. Raises StateError if it is too large: readers take it in with every manifest."""
+    text = msgspec.json.encode(record)
+    if len(text) > MAX_RECORD:
+        raise StateError(
+            f"what is no tensor in the state takes {len(text) >> 20} MiB as text, at most {MAX_RECORD >> 20} MiB are saved: "
+            "put long lists of numbers, and long bytes, into tensors or NumPy arrays"
+        )
+    return text
+
+
 def of_mapping(value: Mapping[Any, Any], path: str, encode: Callable[[Any, str], Node]) -> Node:
     """The node of a dict; `encode` makes those of its values."""
     if isinstance(value, Counter):
         return {"counter": [[plain(key, path), int(count)] for key, count in value.items()]}
     if all(isinstance(key, str) for key in value):
-        return {"map": {key: encode(each, f"{path}.{key}" if path else key) for key, each in value.items()}}
+        return {"map": {text_of(key, path): encode(each, f"{path}.{key}" if path else key) for key, each in value.items()}}
     return {"pairs": [[of_key(key, path), encode(each, f"{path}[{key!r}]")] for key, each in value.items()]}
 
 

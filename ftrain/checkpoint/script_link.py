@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Mapping
@@ -21,8 +22,16 @@ from ftrain.checkpoint.script_messages import (
 from recovery.launch import python
 from recovery.wire import channel, socket_pair, wait_readable
 
+log = logging.getLogger("ftrain.checkpoint")
+
+LIVES = 3  # keepers in a row that may die without having finished anything
 CLOSE_S = 30.0
+SEND_S = 30.0
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be stored; training could go on."""
 
 
 class KeeperLink:
@@ -79,6 +88,7 @@ class KeeperLink:
     def saved(self, slot: str, step: int, record: bytes) -> None:
         """A slot is complete, or being filled: then `copied` says when that is over."""
         self._send(Saved(slot=slot, step=step, record=record))
+        self._channel.drain(SEND_S)  # the next word may be a long time away, and a socket takes a few hundred KB
 
     def copied(self, slot: str, step: int, error: str = "") -> None:
         """A slot that was being filled is complete, or will not be."""
@@ -138,3 +148,66 @@ class KeeperLink:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.returncode = 0  # it goes on without us: nobody is to warn of that
+
+
+class Keepers:
+    """One keeper after the other, as they die: what they have said, and what is owed. One thread at a time."""
+
+    def __init__(self, start: KeeperStart) -> None:
+        self._start = start
+        self._link: KeeperLink | None = None
+        self._fds: Mapping[str, int] = {}
+        self._deaths = 0  # since one of them has finished something
+
+    def link(self) -> KeeperLink:
+        """The keeper: started when it is first needed, and again if it died: the slots know what is still owed.
+
+        Raises SaveError if that has not helped several times in a row.
+        """
+        if self._link is None:
+            self._link = KeeperLink(self._start)
+            if self._fds:
+                self._link.adopt(self._fds)
+        elif not self._link.alive:
+            self._replace(self._link)
+        return self._link
+
+    def _replace(self, dead: KeeperLink) -> None:
+        self._deaths += 1
+        if self._deaths > LIVES:
+            raise SaveError(f"{LIVES} keeper processes in a row died (status {dead.status}); their words are in stderr")
+        log.warning("the keeper process died (status %s); another one is started", dead.status)
+        self._link = KeeperLink(self._start)
+        self._link.take_over(dead, self._fds)
+
+    def adopt(self, fds: Mapping[str, int]) -> None:
+        """Give the keeper memory areas; one that is yet to be started gets them then."""
+        self._fds = fds
+        if self._link is not None:
+            self._link.adopt(fds)
+
+    def forget(self, names: tuple[str, ...]) -> None:
+        """Take them back, when nothing of them is on its way any more."""
+        while self._link is not None and self._link.owes_parts:
+            self.link().listen(1.0)
+        if self._link is not None:
+            self._link.forget(names)
+        self._fds = {}
+
+    def news(self) -> list[PartDone | CommitDone]:
+        """What has been said since the last call."""
+        said = self._link.news() if self._link is not None else []
+        if said:
+            self._deaths = 0
+        return said
+
+    def wait(self) -> None:
+        """Until nothing is on its way. Raises SaveError if there is nobody left who could tell."""
+        while self._link is not None and self._link.owes:
+            self.link().listen(1.0)
+
+    def close(self) -> None:
+        """Let the last one go."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None

@@ -8,12 +8,15 @@ array.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -22,23 +25,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ftrain.checkpoint.known import Known, Place, identical, place_of
 from ftrain.checkpoint.per_rank import PerRank
 from ftrain.checkpoint.record import Node, StateError, kind_of, of_mapping, of_sequence, plain
 
 MAX_NAME = 400
+DEEPEST = 100
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """A tensor of the state. `alike`: every rank that holds it (whole) holds the same values; else the first one's count.
-    `rank`: it is this rank's own."""
+    `own`: it is this rank's own. The same leaf is used again as long as its `place` is the same.
+    """
 
     path: str
     array: str
     tensor: torch.Tensor
     alike: bool
     own: bool
+    place: Place = ()
 
 
 @dataclass(slots=True)
@@ -47,8 +54,23 @@ class Flat:
 
     record: Node
     leaves: list[Leaf]
+    sources: list[torch.Tensor]
+    """Of each leaf the tensor that is in the state now: its changes are counted."""
     tied: dict[str, list[str]]
     """Array -> other names of it."""
+
+
+class Part(NamedTuple):
+    """A part of a state that was taken apart by itself; valid for the same `key`, which is compared by identity."""
+
+    key: list[Any]
+    node: msgspec.Raw
+    leaves: list[Leaf]
+    sources: list[torch.Tensor]
+    names: frozenset[str]
+    addresses: frozenset[int]
+    memory: dict[tuple[Any, ...], str]
+    tied: dict[str, list[str]]
 
 
 @dataclass(slots=True)
@@ -57,8 +79,11 @@ class _Flattener:
 
     rank: int
     models: list[nn.Module]
+    known: Known
     leaves: list[Leaf] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    addresses: set[int] = field(default_factory=set)
     memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     own: bool = False
@@ -73,7 +98,9 @@ class _Flattener:
         if isinstance(value, np.ndarray):
             return self._tensor(from_numpy(value, path), path, name, "numpy")
         if isinstance(value, nn.Module):
-            return self._module(value, path, name)
+            tree = self.known.tree(value)
+            key = [tree] if tree.explains else None
+            return self._apart(path, name, key, lambda walk: walk._module(value, path, name))
         if isinstance(value, Optimizer) and names_itself(value):
             return self._optimizer(value, path, name)
         if isinstance(value, Mapping):
@@ -87,6 +114,28 @@ class _Flattener:
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             return self.node(value.state_dict(), path, name)
         return plain(value, path)
+
+    def _apart(self, path: str, name: str, key: list[Any] | None, walk: Callable[[_Flattener], Node]) -> Node:
+        """A part of the state, as it was found the last time if its key says so. (None: it has none.)"""
+        if key is None:
+            return walk(self)
+        key = [*key, *map(sys.intern, (name, path)), self.own, self.alike]
+        part: Part | None = self.known.part(path)
+        if part is None or not identical(part.key, key):
+            inner = _Flattener(self.rank, self.models, self.known, own=self.own, alike=self.alike)
+            node = msgspec.Raw(msgspec.json.encode(walk(inner)))
+            names, addresses = frozenset(inner.names), frozenset(inner.addresses)
+            part = Part(key, node, inner.leaves, inner.sources, names, addresses, inner.memory, inner.tied)
+        self.known.keep(path, part)
+        if not (self.names.isdisjoint(part.names) and self.addresses.isdisjoint(part.addresses)):
+            return walk(self)  # something of it may be met for the second time: it is named after the first
+        self.leaves += part.leaves
+        self.sources += part.sources
+        self.names |= part.names
+        self.addresses |= part.addresses
+        self.memory |= part.memory
+        self.tied |= {array: list(others) for array, others in part.tied.items()}
+        return part.node
 
     def _per_rank(self, value: PerRank, path: str, name: str) -> Node:
         before, self.own = self.own, True
@@ -115,27 +164,37 @@ class _Flattener:
         return node
 
     def _optimizer(self, optimizer: Optimizer, path: str, name: str) -> Node:
+        held, trees = self.known.held(optimizer), [self.known.tree(model) for model in self.models]
+        key = [held, *trees] if held.explains and all(tree.explains for tree in trees) else None
+        state = self._apart(f"{path}.state", name, key, lambda walk: walk._moments(optimizer, path, name))
+        group_of = self._apart(f"{path}.group_of", name, key, lambda walk: walk._group_of(optimizer, path))
+        groups: list[Node] = []
+        for index, group in enumerate(optimizer.param_groups):
+            settings = {key: each for key, each in group.items() if key != "params"}
+            groups.append(self._alike(settings, f"{path}.groups[{index}]", f"{name}/group-{index}", True))
+        return {"map": {"state": state, "groups": {"list": groups}, "group_of": group_of}}
+
+    def _moments(self, optimizer: Optimizer, path: str, name: str) -> Node:
         names = parameter_names(optimizer, self.models, path)
         state: dict[str, Node] = {}
         for parameter, held in optimizer.state.items():
             of = names[parameter]
             parts = {key: self._alike(each, f"{path}.{of}.{key}", f"{name}/{key}/{of}", True) for key, each in held.items()}
             state[of] = {"map": parts}
-        groups: list[Node] = []
-        group_of: dict[str, Node] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            group_of |= {names[parameter]: index for parameter in group["params"]}
-            settings = {key: each for key, each in group.items() if key != "params"}
-            groups.append(self._alike(settings, f"{path}.groups[{index}]", f"{name}/group-{index}", True))
-        return {"map": {"state": {"map": state}, "groups": {"list": groups}, "group_of": {"map": group_of}}}
+        return {"map": state}
+
+    def _group_of(self, optimizer: Optimizer, path: str) -> Node:
+        names = parameter_names(optimizer, self.models, path)
+        groups = enumerate(optimizer.param_groups)
+        return {"map": {names[parameter]: index for index, group in groups for parameter in group["params"]}}
 
     def _tensor(self, tensor: torch.Tensor, path: str, name: str, kind: str) -> Node:
         kind_and_type = [kind, dtype_name(tensor.dtype)]
         if tensor.numel() == 0:
             return {"empty": list(tensor.shape), "type": kind_and_type}
         check(tensor, path)
-        local = local_of(tensor)
-        key = (local.data_ptr(), tuple(tensor.shape), tuple(local.stride()), tensor.dtype, self.own)
+        place = place_of(tensor)
+        key = (place, self.own)
         whole = kind == "tensor" and not isinstance(tensor, DTensor)  # of a shard some rank may hold nothing, and cannot tell
         if whole and key in self.memory:
             self.tied.setdefault(self.memory[key], []).append(stored_name(name))
@@ -143,8 +202,17 @@ class _Flattener:
         array = self._unique(name)
         if whole:
             self.memory[key] = array
-        self.leaves.append(Leaf(path, array, tensor.detach(), self.alike, self.own))
+            self.addresses.add(place[0])
+        self.leaves.append(self._leaf(path, array, tensor, place))
+        self.sources.append(tensor)
         return {"array": array, "type": kind_and_type}
+
+    def _leaf(self, path: str, array: str, tensor: torch.Tensor, place: Place) -> Leaf:
+        """That of the last time, if it lies where it did."""
+        known: Leaf | None = self.known.leaves.get(path)
+        if known is not None and (known.array, known.alike, known.own, known.place) == (array, self.alike, self.own, place):
+            return known
+        return Leaf(path, array, tensor.detach(), self.alike, self.own, place)
 
     def _unique(self, name: str) -> str:
         name = stored_name(name)
@@ -156,24 +224,37 @@ class _Flattener:
         return found
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0) -> Flat:
-    """Take a state apart. Raises StateError, naming what cannot be saved."""
-    walk = _Flattener(rank, list(modules_in(state.values())))
-    record = {"map": {key: walk.node(value, str(key), segment(str(key), "")) for key, value in state.items()}}
-    return Flat(record, walk.leaves, walk.tied)
+def flatten(state: Mapping[str, Any], rank: int = 0, known: Known | None = None) -> Flat:
+    """Take a state apart. Raises StateError, naming what cannot be saved.
+
+    `known`: what is known from the last time, its `look` just begun.
+    """
+    known = known or Known()
+    walk = _Flattener(rank, list(modules_in(state.values())), known)
+    record = of_mapping(state, "", lambda each, at: walk.node(each, at, segment(at, "")))
+    if not identical(walk.leaves, list(known.leaves.values())):
+        known.leaves = {leaf.path: leaf for leaf in walk.leaves}
+    return Flat(record, walk.leaves, walk.sources, walk.tied)
 
 
 def modules_in(values: Iterable[Any]) -> Iterator[nn.Module]:
     """The modules in a state, to name the optimizers' parameters by."""
+    return (value for value in objects_in(values) if isinstance(value, nn.Module))
+
+
+def objects_in(values: Iterable[Any], depth: int = 0) -> Iterator[Any]:
+    """All that is in a state, but nothing of what modules and optimizers hold. Raises StateError if it holds itself."""
+    if depth > DEEPEST:
+        raise StateError(f"the state is nested deeper than {DEEPEST} levels: does a part of it hold itself?")
     for value in values:
         if isinstance(value, PerRank):
             value = value.value
-        if isinstance(value, nn.Module):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from modules_in(value.values())
+        if isinstance(value, Mapping):
+            yield from objects_in(value.values(), depth + 1)
         elif isinstance(value, list | tuple):
-            yield from modules_in(value)
+            yield from objects_in(value, depth + 1)
+        else:
+            yield value
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -239,6 +320,7 @@ def segment(path: str, parent: str) -> str:
     return last or "value"
 
 
+@functools.lru_cache(1 << 16)
 def stored_name(name: str) -> str:
     """A name that storage takes: letters, digits and `_.-` between slashes."""
     parts = [re.sub(r"[^A-Za-z0-9_.-]", "_", part) or "_" for part in name.split("/")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from torch import nn
 
 import ftrain
 from ftrain.checkpoint.bind import Binder
-from ftrain.checkpoint.checkpointer import Checkpointer, SaveError
+from ftrain.checkpoint.checkpointer import Checkpointer
 from ftrain.checkpoint.record import StateError
+from ftrain.checkpoint.script_link import SaveError
 from storage.errors import NoCheckpoint
 from storage.local import LocalStore
 from storage.run import RunStore
@@ -183,12 +183,12 @@ def test_a_keeper_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> N
         checkpointer.load(state)
         checkpointer.save(1, state)
         checkpointer.wait()
-        assert checkpointer._keeper is not None
-        os.kill(checkpointer._keeper._process.pid, signal.SIGSTOP)
+        process = checkpointer._keepers.link()._process
+        process.send_signal(signal.SIGSTOP)
         state["w"].fill_(2)
         checkpointer.save(2, state)  # on its way when the keeper dies
-        os.kill(checkpointer._keeper._process.pid, signal.SIGKILL)
-        checkpointer._keeper._process.wait()
+        process.kill()
+        process.wait()
         state["w"].fill_(3)
         checkpointer.save(3, state)
         assert checkpointer.wait() == 3
@@ -202,12 +202,11 @@ def test_a_keeper_outlives_the_sigterm_that_a_scheduler_sends_to_every_process_o
         checkpointer.load(state)
         checkpointer.save(1, state)
         checkpointer.wait()
-        assert checkpointer._keeper is not None
-        process = checkpointer._keeper._process
+        process = checkpointer._keepers.link()._process
         process.send_signal(signal.SIGTERM)
         checkpointer.save(2, state)
         assert checkpointer.wait() == 2
-        assert checkpointer._keeper._process is process
+        assert checkpointer._keepers.link()._process is process
         assert process.poll() is None
 
 
@@ -227,13 +226,12 @@ def test_a_keeper_that_dies_with_every_slot_in_its_hands_holds_up_nobody(tmp_pat
 def kill_with(checkpointer: Checkpointer, state: dict[str, Any], *steps: int) -> None:
     """Have the keeper die with these saves on their way."""
     checkpointer.wait()
-    assert checkpointer._keeper is not None
-    pid = checkpointer._keeper._process.pid
-    os.kill(pid, signal.SIGSTOP)
+    process = checkpointer._keepers.link()._process
+    process.send_signal(signal.SIGSTOP)
     for step in steps:
         checkpointer.save(step, state)
-    os.kill(pid, signal.SIGKILL)
-    checkpointer._keeper._process.wait()
+    process.kill()
+    process.wait()
 
 
 def test_a_commit_that_a_dead_keeper_did_not_live_to_tell_is_found(tmp_path: Path) -> None:
@@ -242,10 +240,10 @@ def test_a_commit_that_a_dead_keeper_did_not_live_to_tell_is_found(tmp_path: Pat
         checkpointer.load(state)
         checkpointer.save(1, state)
         checkpointer.wait()
-        assert checkpointer._keeper is not None
-        checkpointer._keeper._whole.add(1)  # as if it had not told
-        os.kill(checkpointer._keeper._process.pid, signal.SIGKILL)
-        checkpointer._keeper._process.wait()
+        link = checkpointer._keepers.link()
+        link._whole.add(1)  # as if it had not told
+        link._process.kill()
+        link._process.wait()
         assert checkpointer.wait() == 1
 
 

@@ -182,8 +182,7 @@ def refused_saves(rank: int, url: str) -> str:
         RunStore(LocalStore(url)).take_epoch(owner={})
     torch.distributed.barrier()
     checkpointer.save(1, state)
-    while checkpointer._keeper is not None and checkpointer._keeper.owes:
-        checkpointer._keeper.listen(1.0)
+    checkpointer._keepers.wait()
     with pytest.raises(ftrain.SaveError) as caught:
         checkpointer.save(2, state)
     checkpointer.close()

@@ -55,12 +55,11 @@ class Held:
             assert self._may_go.wait(60)
         run_copy(pairs)
 
-    def finish(self, slots: ScriptSlots) -> str:
-        self.waits += slots._copying is not None
+    def finish(self, slots: ScriptSlots) -> None:
+        self.waits += slots.copying
         self._may_go.set()
-        problem = self._finish(slots)
+        self._finish(slots)
         self._may_go.clear()
-        return problem
 
 
 @pytest.mark.parametrize("steps_by", ["optimizer", "wait_copied", "next save"])
@@ -164,7 +163,7 @@ def test_a_copy_that_fails_is_that_saves_failure_and_no_other(
 
         patched.setattr(script_slots, "run_copy", fails)
         checkpointer.save(1, state)
-        process = checkpointer._link()._process
+        process = checkpointer._keepers.link()._process
         if keeper == "dies":
             process.send_signal(signal.SIGSTOP)
         state["optimizer"].step()
@@ -212,9 +211,9 @@ def test_all_threads_that_step_optimizers_wait_for_the_copy(tmp_path: Path, monk
     stepped, entered = threading.Semaphore(0), threading.Semaphore(0)
     finish = ScriptSlots.finish
 
-    def told(slots: ScriptSlots) -> str:
+    def told(slots: ScriptSlots) -> None:
         entered.release()
-        return finish(slots)
+        finish(slots)
 
     def step() -> None:
         state["optimizer"].step()
