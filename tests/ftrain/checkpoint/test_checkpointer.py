@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -297,6 +298,77 @@ def test_states_that_do_not_fit_are_refused_and_left_alone(tmp_path: Path) -> No
         assert fitting["extra"] == 7
 
 
+def test_the_same_memory_seen_another_way_is_other_values(tmp_path: Path) -> None:
+    state = {"w": torch.arange(9.0).view(3, 3), "z": torch.complex(torch.arange(3.0), torch.ones(3))}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        for step in (1, 2):
+            checkpointer.save(step, state)
+        state = {"w": state["w"].t(), "z": state["z"].conj(), "both": state["z"], "imag": state["z"].conj().imag}
+        for step in (3, 4):
+            checkpointer.save(step, state)
+    run = RunStore(LocalStore(str(tmp_path)))
+    for step in (3, 4):
+        assert run.open(step).read("w").tolist() == torch.arange(9.0).view(3, 3).t().tolist()
+        assert run.open(step).read("z").tolist() == [[0, -1], [1, -1], [2, -1]]
+        assert run.open(step).read("both").tolist() == [[0, 1], [1, 1], [2, 1]]
+        assert run.open(step).read("imag").tolist() == [-1, -1, -1]
+    with open_run(tmp_path) as checkpointer, pytest.raises(StateError, match="z is conjugated or negated by a mark"):
+        checkpointer.load(state)
+
+
+def holds_itself() -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    state["again"] = [state]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("\ud800", "v: the text '\\ud800' is not Unicode"),
+        ({"\udc41": 1}, "v: the text '\\udc41' is not Unicode"),
+        (bytes(13 << 20), "takes 17 MiB as text, at most 16 MiB"),
+        (torch.empty(2, device="meta"), "v is a meta tensor"),
+        (torch.eye(2).to_sparse(), "v is a Tensor with layout torch.sparse_coo"),
+        ({1, 2}, "v is a builtins.set"),
+        (holds_itself(), "nested deeper than 100 levels: does a part of it hold itself"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_the_next_save_is_as_ever(tmp_path: Path, values: Any, words: str) -> None:
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load({})
+        with pytest.raises(StateError, match=re.escape(words)):
+            checkpointer.save(1, {"v": values})
+        checkpointer.save(1, {"v": 1})
+        assert checkpointer.wait() == 1
+
+
+def test_a_tensor_whose_memory_is_gone_fails_that_save_alone(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1000)}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.save(1, state)
+        state["w"].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="storage of size 0"):
+            checkpointer.save(2, state)
+        for step in (3, 4, 5):
+            state["w"] = torch.full((1000,), float(step))
+            checkpointer.save(step, state)
+        assert checkpointer.wait() == 5
+    found = RunStore(LocalStore(str(tmp_path))).checkpoints()
+    assert [info.step for info in found if str(info.state) == "valid"] == [1, 3, 4, 5]
+
+
+def test_a_record_larger_than_a_sockets_buffer_reaches_the_keeper_with_its_save(tmp_path: Path) -> None:
+    state = {"w": torch.ones(10), "seen": list(range(300_000))}
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.save(1, state)
+        assert not checkpointer._keepers.link()._channel.wants_write
+        assert checkpointer.wait() == 1
+
+
 def test_errors_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FTRAIN_RUN", raising=False)
     with pytest.raises(ValueError, match="FTRAIN_RUN"):
@@ -307,6 +379,10 @@ def test_errors_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             checkpointer.save(1, state)
         with pytest.raises(NoCheckpoint, match="no checkpoint of step 7"):
             checkpointer.load(state, step=7)
+        checkpointer.load(state)
+    for again in (lambda: checkpointer.save(1, state), lambda: checkpointer.load(state)):
+        with pytest.raises(SaveError, match="this Checkpointer is closed"):
+            again()
 
 
 def test_a_failed_save_is_reported_and_raised_if_asked_for(tmp_path: Path) -> None:

@@ -223,3 +223,87 @@ def test_an_overlapped_save_of_several_ranks_is_the_state_at_the_call(tmp_path: 
     url = str(tmp_path / "run")
     written = run_world(write_overlapped, 2, url, layout, 2)[0]
     assert_equal(run_world(read, 1, url, "", 1)[0], written)
+
+
+def saves_in_a_row(rank: int, url: str) -> list[bool]:
+    """Overlapped saves of a state that changes between them in every way, and a checkpointer that is new to it each time.
+    Whether anything had to be planned anew.
+    """
+    model = sharded("fsdp", 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    average = torch.zeros(5)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average, "seen": 0}
+    checkpointer = ftrain.Checkpointer(f"{url}/overlapped", overlap=True, on_error="raise")
+    checkpointer.load(state)
+    changed, pieces = [], None
+    for step in range(1, 7):
+        if step == 3:
+            optimizer.param_groups[0]["lr"] = 0.01
+        if step == 4:
+            model.up.bias.data = model.up.bias.data.clone()  # type: ignore[union-attr]
+        if step == 5:
+            state["average"] = torch.full((5,), 7.0)
+        fresh = ftrain.Checkpointer(f"{url}/fresh-{step}")
+        fresh.load(state)
+        fresh.save(step, state)
+        fresh.close()
+        checkpointer.save(step, state)
+        changed.append(checkpointer._pieces is not pieces)
+        pieces = checkpointer._pieces
+        state["seen"] = step
+        optimizer.zero_grad()
+        model(torch.arange(30)[None]).square().mean().backward()
+        optimizer.step()
+    checkpointer.close()
+    return changed
+
+
+def test_overlapped_saves_in_a_row_are_what_somebody_who_knows_nothing_saves(tmp_path: Path) -> None:
+    planned = run_world(saves_in_a_row, 2, str(tmp_path))
+    assert planned == [[True, True, False, False, False, False]] * 2  # moments appear with the first step
+    for step in range(1, 7):
+        found, expected = (RunStore(LocalStore(str(tmp_path / name))).open(step) for name in ("overlapped", f"fresh-{step}"))
+        assert found.manifest.digests == expected.manifest.digests
+        assert found.progress == expected.progress
+
+
+def wrong_on_one_rank(rank: int, url: str) -> list[str]:
+    """All that one rank alone can get wrong; what each is answered with. What is right in between is saved."""
+    checkpointer = ftrain.Checkpointer(url, on_error="raise")
+    state: dict[str, Any] = {"w": torch.ones(3), "own": ftrain.per_rank(torch.ones(2))}
+    checkpointer.load(state)
+    answers = []
+
+    def refused(step: int, **more: Any) -> None:
+        with pytest.raises((ValueError, StateError, ftrain.SaveError)) as caught:
+            checkpointer.save(step, state | more)
+        answers.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    checkpointer.save(1, state)
+    refused(2, **({"bad": object()} if rank else {}))
+    refused(2, **({"bad": torch.empty(3, device="meta")} if rank else {}))
+    refused(2 + rank)
+    refused(2 - rank)
+    checkpointer.save(2, state)
+    state["own"] = ftrain.per_rank(torch.ones(2 + rank))
+    checkpointer.save(3, state)
+    assert checkpointer.wait() == 3
+    checkpointer.close()
+    return answers
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = run_world(wrong_on_one_rank, 2, str(tmp_path))
+    whole = "bad is a builtins.object, which is not saved"
+    assert first[0].startswith(f"SaveError: rank 1: {whole}")
+    assert second[0].startswith(f"StateError: {whole}")
+    assert (first[1], second[1]) == (
+        "SaveError: rank 1: bad is a meta tensor: only plain tensors and DTensors are saved",
+        "StateError: bad is a meta tensor: only plain tensors and DTensors are saved",
+    )
+    assert first[2] == "ValueError: the ranks save steps 2 to 3, this one 2: all save after the same step"
+    assert second[2] == "ValueError: the ranks save steps 2 to 3, this one 3: all save after the same step"
+    assert first[3].startswith("SaveError: rank 1: step 1 comes after step 1")
+    assert second[3].startswith("ValueError: step 1 comes after step 1")
+    checkpoint = RunStore(LocalStore(str(tmp_path))).open(3)
+    assert [checkpoint.array(f"own/rank-0000{rank}").shape for rank in range(2)] == [(2,), (3,)]
