@@ -55,8 +55,13 @@ def remount_read_only(folder: Path) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes goes first."""
-    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
+    """What takes longest goes first."""
+
+    def minutes(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("minutes")
+        return float(marker.args[0]) if marker else 0.0
+
+    items.sort(key=minutes, reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)
