@@ -6,6 +6,7 @@ A block that cannot run says why: ```sh no-test="reason".
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -153,6 +154,7 @@ def started(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_code_blocks_run(page: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # each block has a limit of its own
     started = request.getfixturevalue("begun" if page in QUICK else "started")
     if page == START:
         assert (started / "report.html").is_file()
