@@ -257,16 +257,31 @@ def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
             yield Problem(".".join(keys), f"`{'.'.join(keys[:depth])}` is a value, not a table (--set)", "a path to a field")
             return
         if last:
-            node[slot] = _value(text.strip())
+            node[slot] = _value(text.strip(), keys)
         else:
             node = node.setdefault(slot, {}) if isinstance(node, dict) else node[slot]
 
 
-def _value(text: str) -> Any:
-    """A value in TOML syntax; what is no TOML value, or a date, is taken as a bare word."""
+def _value(text: str, keys: Sequence[str]) -> Any:
+    """A value in TOML syntax; what is no TOML value, or a date, is taken as a bare word.
+
+    So is a number where the schema wants text (`slurm.time=60`): the shell has taken the quotes away.
+    """
     try:
         value = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
         return text
     plain = len(value) == 1 and isinstance(value["v"], bool | int | float | str | list | dict)
-    return value["v"] if plain else text
+    bare_word = not plain or (isinstance(value["v"], bool | int | float) and _wants_text(keys))
+    return text if bare_word else value["v"]
+
+
+def _wants_text(keys: Sequence[str]) -> bool:
+    """Whether the field of that path holds text."""
+    type_ = bare(mi.type_info(Config))
+    for key in keys:
+        if isinstance(type_, mi.StructType):
+            type_ = bare(next((field.type for field in type_.fields if field.encode_name == key), mi.AnyType()))
+        else:
+            type_ = bare(type_.item_type) if isinstance(type_, mi.VarTupleType) else mi.AnyType()
+    return isinstance(type_, mi.StrType)

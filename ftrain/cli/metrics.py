@@ -6,6 +6,7 @@ ftrain metrics runs/demo --tensorboard tb
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,8 @@ def metrics(run_url: str, tensorboard: str, wandb: str, follow: bool, local_dir:
     finally:
         for sink in sinks:
             sink.close()
+    if tensorboard:
+        render.note(f"wrote {tensorboard}: tensorboard --logdir {shlex.quote(tensorboard)}")
 
 
 def _sinks(tensorboard: str, wandb: str, run_url: str) -> list[Sink]:

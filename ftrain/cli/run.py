@@ -41,7 +41,7 @@ def run(
     \b
     Examples:
       ftrain run configs/demo.toml
-      ftrain run configs/demo.toml --set parallel.ranks=1 --dry-run
+      ftrain run configs/demo.toml --set optimizer.lr=1e-3 --dry-run
     """
     from ftrain.load import load
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from ftrain.cli.reference import walk
 from ftrain.starter import Facts, text
 from recovery.codes import ExitCode
 from tests.ledgers import Story, config
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +207,19 @@ def test_every_help_ends_in_an_example() -> None:
         assert example.strip().startswith("Example"), shown
         assert f"ftrain {' '.join(path)}" in example, shown
         assert title
+
+
+def test_examples_that_start_nothing_work_as_written() -> None:
+    """Those of a command that only tells what it would do; the rest is in the guides, whose blocks are run."""
+    shown = [command.get_help(click.Context(command)) for _, command in walk(cli, ())]
+    lines = {line.strip() for text in shown for line in text.splitlines() if line.strip().startswith("ftrain ")}
+    told = [line for line in lines if "--dry-run" in line]
+    assert len(told) >= 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for line in told:
+            done = CliRunner().invoke(cli, shlex.split(line)[1:])
+            assert done.exit_code == 0, f"{line}: {done.output}"
 
 
 @pytest.mark.parametrize("words", ["--help", "ckpt --help", "data --help", "plan --help"])

@@ -76,6 +76,12 @@ def test_what_is_no_toml_value_is_text(word: str) -> None:
     assert parse(MINIMAL, [f"run.url={word}"]).run.url == word
 
 
+def test_a_number_where_text_is_wanted_is_text() -> None:
+    """The shell takes quotes away: 60 is a time limit as Slurm writes it, and a path may be a number."""
+    config = parse(MINIMAL, ["slurm.time=60", "slurm.sbatch=['--x']", "slurm.sbatch.0=7", "data.sources.0.path=1.50"])
+    assert (config.slurm.time, config.slurm.sbatch, config.data.sources[0].path) == ("60", ("7",), "1.50")
+
+
 def test_retention_is_a_tagged_list() -> None:
     text = '[checkpoint]\nretention = [{keep = "last", n = 2}, {keep = "every", steps = 5}, {keep = "best"}]'
     config = parse(MINIMAL + text, ["evaluate.every_steps=5"])
