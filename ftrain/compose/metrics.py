@@ -1,8 +1,8 @@
 """metrics.jsonl: one line per finished step, for plots and other tools. The ledger is the record; this is its
 convenient copy.
 
-What only the ranks know (where the seconds went, their memory, what they compute on) comes about a step later than the step's
-own report, so a line is held back until then, and written without if its ranks did not live to tell.
+What only the ranks know (where the seconds went, their memory, what they compute on) comes a step or a second later than the
+step's own report, whichever is more, so a line is held back until then, and written without if its ranks did not live to tell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.units import format_bytes
 from recovery.events import Event, StorageNotice
 
-MAX_HELD = 4
+MAX_HELD = 256
+"""Lines: of some batches of steps that are measured together (ftrain.train.times)."""
 TAIL = 1 << 20
 """Bytes of the file's end in which its newest line is looked for."""
 

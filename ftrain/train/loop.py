@@ -136,6 +136,7 @@ class Loop:
         bounds = Bounds(**{name: getattr(recovery, name) for name in names})
         self.watch = Watch(bounds=bounds)
         self._last = self.config.run.steps
+        self._kept = -1  # step of the newest snapshot
 
     def end_after(self, step: int) -> None:
         """Another phase begins there: leave then, with the state on its way to storage."""
@@ -181,7 +182,7 @@ class Loop:
             self.saves_handled = self.asked.save  # also what was asked since: the save below is newer than the request
         with self.times.during(CHECKPOINT):
             blocked_s = self.saver.take_waited() + self._save(progress, result.flags)
-        self.times.end(result.step)
+        self.times.end(result.step, kept=self._kept == result.step)
         if self.rank == 0:
             self.report(_step_done(result, progress, begin=begin, evaluate_s=evaluate_s, blocked_s=blocked_s))
         self.window.after(result.step)
@@ -268,6 +269,7 @@ class Loop:
             upload=upload,
             progress={**progress.record(), "taken_s": time.time()},
         )
+        self._kept = progress.step
 
 
 def _step_done(result: StepResult, progress: Progress, *, begin: float, evaluate_s: float, blocked_s: float) -> StepDone:

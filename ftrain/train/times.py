@@ -1,26 +1,31 @@
-"""Where the time of a step went, on every rank, at next to no cost: measured in one step, put together during the next.
+"""Where the time of a step went, on every rank, at next to no cost: measured in each step, put together now and then.
 
     end of step s       what this rank waited for each collective of each group: least over the group  (started)
                         how long each action of the pipeline took: all of them to all of its ranks     (started)
     vote of step s+1    both are there; this rank's seconds in buckets: to rank 0                      (started)
     end of step s+1     rank 0 has all ranks' buckets, and reports means and worst ranks
 
-Nothing is waited for that has not had half a step to arrive, and everything travels beside the training, over the host. What
-the buckets mean, and how waiting is told apart, stands in `ftrain.parallel.clock` and `ftrain.parallel.idle`. On a GPU
+Nothing is waited for that has not had half a step to arrive, and everything travels beside the training, over the host. A
+message costs the same however little it says: a step of a second is put together by itself, shorter ones together, as many as
+make up a second (`EVERY_S`). How many that are the ranks agree on by what the steps before took, which travels along. Behind a
+snapshot all steps are put together: nobody does them again, so what is known of them must not be lost with an attempt.
+
+What the buckets mean, and how waiting is told apart, stands in `ftrain.parallel.clock` and `ftrain.parallel.idle`. On a GPU
 everything comes half a step later: its marks can be read once the stream has passed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ftrain import device as seam
 from ftrain.checkpoint.messages import RankMemory, StepTimes
-from ftrain.parallel.clock import CHECKPOINT, COMPUTE, DATA, EVALUATE, LINK, OTHER, Spent, Taken, spent
+from ftrain.parallel.clock import CHECKPOINT, COMPUTE, DATA, EVALUATE, LINK, OTHER, Group, Spent, Taken, spent
 from ftrain.parallel.idle import Idle, expected_idle, split_idle, split_waits
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.pipeline import durations
@@ -35,7 +40,20 @@ SENT = MEMORY + 3  # behind these: bytes along each axis
 KINDS = tuple(Kind)
 DIGITS = 7
 """Of seconds: a tenth of a microsecond."""
+EVERY_S = 1.0
+"""Steps that take less are put together with others."""
+MOST = 64
+"""Steps at a time."""
 Marked = Sequence[tuple[Instruction, Any, Any]]
+
+
+class Step(NamedTuple):
+    """What one rank measured of a step."""
+
+    number: int
+    taken: Taken
+    schedule: Schedule | None
+    marked: Marked
 
 
 class StepTimer(Protocol):
@@ -44,8 +62,8 @@ class StepTimer(Protocol):
     def begin(self) -> None:
         """A step begins."""
 
-    def end(self, step: int) -> None:
-        """It has ended."""
+    def end(self, step: int, *, kept: bool = False) -> None:
+        """It has ended; `kept`: there is a snapshot of it. The same on all ranks."""
 
     def during(self, activity: str) -> AbstractContextManager[None]:
         """Everything inside counts as this activity."""
@@ -60,7 +78,7 @@ class NoTimes:
     def begin(self) -> None:
         """Nothing."""
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, *, kept: bool = False) -> None:
         """Nothing."""
 
     def during(self, activity: str) -> AbstractContextManager[None]:
@@ -80,6 +98,8 @@ class Times:
         self._clock = self._mesh.clock
         self._clock.timer = seam.timer(device)
         self._carried_out: tuple[Schedule | None, Marked] = (None, ())
+        self._steps: list[Step] = []  # not begun to be put together
+        self._at_once = 1
         self._open: list[Iterator[None]] = []
 
     def begin(self) -> None:
@@ -96,10 +116,16 @@ class Times:
         self._carried_out = (schedule, self._passes.pipeline.marked)
         self._advance()
 
-    def end(self, step: int) -> None:
-        """A step has ended."""
-        self._open.append(self._put_together(step, self._clock.take(), *self._carried_out))
+    def end(self, step: int, *, kept: bool = False) -> None:
+        """A step has ended; of one that is kept, and those before it, everything is to be known soon."""
+        self._steps.append(Step(step, self._clock.take(), *self._carried_out))
+        if kept or len(self._steps) >= self._at_once:
+            self._begin()
         self._advance()
+
+    def _begin(self) -> None:
+        steps, self._steps = self._steps, []
+        self._open.append(self._put_together(steps))
 
     def _advance(self) -> None:
         """Take what has arrived, and start what follows from it."""
@@ -107,42 +133,84 @@ class Times:
 
     def finish(self) -> None:
         """Put together all that is left."""
+        if self._steps:
+            self._begin()
         while self._open:
             self._advance()
 
-    def _put_together(self, step: int, taken: Taken, schedule: Schedule | None, marked: Marked) -> Iterator[None]:
-        """The stages of one step's measurements; each `yield` is half a step of time for what was started."""
+    def _put_together(self, steps: Sequence[Step]) -> Iterator[None]:
+        """The stages of some steps' measurements; each `yield` is half a step of time for what was started."""
         if self._device.type == "cuda":
             yield
-        found, took = spent(taken, self._clock.timer), durations(marked, self._clock.timer)
-        waits = {group: torch.tensor(waited, dtype=torch.float64) for group, waited in found.waits.items()}
-        works = [self._mesh.start_least(values, group.members) for group, values in waits.items()]
-        actions = _table(schedule, took) if schedule else torch.zeros(0)
-        works += [work for work in [self._mesh.start_total(actions, ("pp",))] if work is not None and schedule]
+        found = [spent(step.taken, self._clock.timer) for step in steps]
+        least = _in_a_row(found, self._mesh.shape.world)
+        actions = torch.cat([_table(step, durations(step.marked, self._clock.timer)) for step in steps])
+        works: list[Any] = [self._mesh.start_least(values, group.members) for group, values in least.items()]
+        works += [work for work in [self._mesh.start_total(actions, ("pp",))] if work is not None]
         yield
         for work in works:
             work.wait()
-        idle = _idle(schedule, actions)[self._mesh.coordinate.pp] if schedule else None
-        own = _buckets(found, [values.tolist() for values in waits.values()], idle, self._mesh.shape.world)
+        self._at_once = max(1, min(MOST, int(EVERY_S / _pace(found, least, self._mesh.shape.world))))
+        tables, waits = _of_each(steps, actions), {group: iter(values.tolist()) for group, values in least.items()}
         now = seam.memory(self._device)
-        values = [own[bucket] for bucket in BUCKETS] + [float(now.used), float(now.reserved), float(now.peak)]
-        values += [taken.sent.get(axis, 0.0) for axis in AXES]
-        into, collection = self._mesh.start_collection(torch.tensor(values, dtype=torch.float64))
+        memory = [float(now.used), float(now.reserved), float(now.peak)]
+        own = [self._own(*it, waits, memory) for it in zip(steps, found, tables, strict=True)]
+        into, collection = self._mesh.start_collection(torch.tensor(own, dtype=torch.float64))
         yield
         if collection is not None:
             collection.wait()
-        if into:
+        for number, (step, table) in enumerate(zip(steps, tables, strict=True) if into else ()):
             told = {"device": seam.name(self._device), "dtype": str(self._passes.pipeline.dtype).removeprefix("torch.")}
-            kinds = _means(actions) if schedule else {}
-            self._report(_summary(step, [values.tolist() for values in into], self._mesh, actions=kinds, **told))
+            kinds = _means(table) if step.schedule else {}
+            ranks = [values[number].tolist() for values in into]
+            self._report(_summary(step.number, ranks, self._mesh, actions=kinds, **told))
+
+    def _own(
+        self, step: Step, found: Spent, table: torch.Tensor, waits: Mapping[Group, Iterator[float]], memory: list[float]
+    ) -> list[float]:
+        """This rank's values of a step; `waits` go on to the next step's."""
+        idle = _idle(step.schedule, table)[self._mesh.coordinate.pp] if step.schedule else None
+        least = [[next(waits[group]) for _ in waited] for group, waited in found.waits.items()]
+        own = _buckets(found, least, idle, self._mesh.shape.world)
+        return [*(own[bucket] for bucket in BUCKETS), *memory, *(step.taken.sent.get(axis, 0.0) for axis in AXES)]
 
 
-def _table(schedule: Schedule, took: dict[Action, float]) -> torch.Tensor:
-    """[kind, stage, micro-batch] seconds, zero for other ranks' actions."""
-    table = torch.zeros(len(KINDS), schedule.num_stages, schedule.num_microbatches, dtype=torch.float64)
-    for action, seconds in took.items():
+def _in_a_row(found: Sequence[Spent], world: int) -> dict[Group, torch.Tensor]:
+    """What this rank waited for the collectives of each group, step after step; behind that of the group of all ranks the mean
+    seconds of a step, for the ranks to agree on.
+    """
+    waits = {group: [seconds for of_step in found for seconds in of_step.waits.get(group, ())] for group in found[-1].waits}
+    mean = sum(of_step.total for of_step in found) / len(found)
+    return {
+        group: torch.tensor([*values, mean] if len(group.members) == world else values, dtype=torch.float64)
+        for group, values in waits.items()
+    }
+
+
+def _pace(found: Sequence[Spent], least: Mapping[Group, torch.Tensor], world: int) -> float:
+    """Seconds of a step: of the fastest rank, the same on all of them."""
+    agreed = [float(values[-1]) for group, values in least.items() if len(group.members) == world]
+    return agreed[0] if agreed else sum(of_step.total for of_step in found) / len(found)
+
+
+def _table(step: Step, took: dict[Action, float]) -> torch.Tensor:
+    """[kind, stage, micro-batch] seconds in a row, zero for other ranks' actions; empty without a pipeline."""
+    table = torch.zeros(_shape(step), dtype=torch.float64)
+    for action, seconds in took.items() if step.schedule else ():
         table[KINDS.index(action.kind), action.stage, action.microbatch] = seconds
-    return table
+    return table.flatten()
+
+
+def _shape(step: Step) -> tuple[int, int, int]:
+    schedule = step.schedule
+    return (len(KINDS), schedule.num_stages, schedule.num_microbatches) if schedule else (len(KINDS), 0, 0)
+
+
+def _of_each(steps: Sequence[Step], actions: torch.Tensor) -> list[torch.Tensor]:
+    """The table of each step again."""
+    shapes = [_shape(step) for step in steps]
+    parts = actions.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _means(table: torch.Tensor) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from ftrain.plan import profile
 from ftrain.plan.setup import Setup, options_of
 from ftrain.plan.volume import volumes
 from ftrain.ramp import position
+from ftrain.train import times as module
 from ftrain.train.times import BUCKETS, Times
 
 DELAY, LONG, STEPS = 0.05, 0.15, 6
@@ -333,3 +334,34 @@ def test_row_24_communication_beside_computation_is_not_exposed():
     assert middle(exposed, "dp", worst=False) >= 0.9 * LONG
     assert least(hidden, "dp") < 0.8 * LONG
     assert all(report.mean["compute"] >= 1.5 * LONG for report in hidden)
+
+
+def batches(rank, config, every_s, kept):
+    """Steps of each report, by the number of the step after which it came (0: at the end)."""
+    module.EVERY_S = every_s
+    engine = engine_of(config, rank)
+    came, now = {}, 0
+    times = Times(engine.passes, engine.device, report=lambda report: came.setdefault(now, []).append(report.step))
+    engine.after_vote = times.voted
+    for step in range(1, 13):
+        now = step
+        times.begin()
+        engine.train_step(step=step, first_sequence=position(config, step - 1))
+        times.end(step, kept=step in kept)
+    now = 0
+    times.finish()
+    return came
+
+
+@pytest.mark.dist
+def test_short_steps_are_put_together_at_once_and_behind_a_snapshot_all_are():
+    """The first by itself, since nobody knows yet how long a step takes; the rest wait for enough others or a snapshot."""
+    (came, others) = run_world(batches, 2, small(), 1e6, (7,))
+    assert came == {2: [1], 8: [2, 3, 4, 5, 6, 7], 0: [8, 9, 10, 11, 12]}
+    assert not others
+
+
+@pytest.mark.dist
+def test_long_steps_are_put_together_one_by_one():
+    (came, _) = run_world(batches, 2, small(), 1e-6, ())
+    assert came == {**{step: [step - 1] for step in range(2, 13)}, 0: [12]}
