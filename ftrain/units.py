@@ -44,6 +44,12 @@ def format_share(part: float, whole: float) -> str:
     return f"{100 * part / whole if whole else 0.0:.1f} %"
 
 
+def plural(count: float, noun: str) -> str:
+    """`1` as `1 rank`, `16384` as `16,384 ranks`; nouns that take more than an s are those of this project."""
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,g} {noun}{'' if count == 1 else ending}" if count < 1e6 else f"{count:,.0f} {noun}{ending}"
+
+
 def _scaled(value: float, base: int, units: int) -> tuple[float, int]:
     """The value in the largest unit in which it does not round to the next one's start."""
     unit = 0

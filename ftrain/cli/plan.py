@@ -17,6 +17,7 @@ from ftrain.cli import render
 from ftrain.cli.plan_phases import each_phase, of_phase
 from ftrain.cli.plan_text import show_text
 from ftrain.cli.types import COUNT, POSITIVE, Finite
+from ftrain.units import plural
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: s
         line = planner.timeline(name, p=stages or setup.mesh.pp, m=microbatches or setup.microbatches, v=v)
         if line is None:
             raise ValueError("too many actions to draw: give fewer --microbatches")
-        title = f"{name}, {line.schedule.num_ranks} stages, {line.schedule.num_microbatches} micro-batches"
+        stages_, batches = plural(line.schedule.num_ranks, "stage"), plural(line.schedule.num_microbatches, "micro-batch")
+        title = f"{name}, {stages_}, {batches}"
         if svg:
             _write(svg, chart.svg(line, title=title))
         if perfetto:
@@ -367,5 +369,5 @@ def _recovery_of(url: str) -> tuple[str, ...]:
         raise ValueError(f"--measured {url}: that run recovered from nothing and saved nothing: there is nothing to take over")
     ranks = max(row.ranks for row in run.report.attempts)
     times = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
-    render.note(f"measured on {ranks} ranks: {times}; more ranks need longer")
+    render.note(f"measured on {plural(ranks, 'rank')}: {times}; more ranks need longer")
     return tuple(f"{name}={value!r}" for name, value in found.items())

@@ -42,6 +42,9 @@ def _section(section: Section, *, explain: bool) -> None:
 
 
 def _table(table: Table, *, explain: bool) -> None:
+    if not table.rows:
+        render.data(f"\n  {table.title}: nothing")
+        return
     render.data(f"\n  {table.title}")
     render.table([f"  {table.columns[0]}", *table.columns[1:]], [[f"  {row[0]}", *row[1:]] for row in table.rows])
     if explain:

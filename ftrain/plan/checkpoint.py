@@ -15,6 +15,7 @@ from ftrain.plan import failure_table, interval, state
 from ftrain.plan.figure import Answer, Section, Table, Value, duration, nbytes, number, percent, seconds, why
 from ftrain.plan.params import largest
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
+from ftrain.units import plural
 
 STORED = state.WEIGHT + state.MASTER + state.MOMENTS
 """Bytes a parameter takes in storage: bf16 weight, fp32 master, two fp32 moments. No gradient."""
@@ -101,7 +102,7 @@ def _size(setup: Setup) -> Section:
             nbytes("size_limit", "with padding and checksums, at most", value=Fraction(each * n * 101, 100), digits=2,
                    why=why("+ 1 %", "architecture 1.1")),
         ),
-        notes=(f"not times the {setup.mesh.dp} replicas: sharding changes who writes, not how much",),
+        notes=(f"not times the {plural(setup.mesh.dp, 'replica')}: sharding changes who writes, not how much",),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ftrain.parallel.shape import AXES
 from ftrain.plan.placement import place
 from ftrain.plan.setup import Setup, layout
 from ftrain.plan.svg import COLOURS, Picture
+from ftrain.units import plural
 
 LIFT = (
     "text{pointer-events:none} .part{transition:transform .15s,opacity .15s} "
@@ -52,7 +53,7 @@ def _card(picture: Picture, setup: Setup, rank: int) -> None:
 def _server(picture: Picture, setup: Setup, rank: int) -> None:
     gpus = setup.profile.server.gpus
     first = rank // gpus * gpus
-    picture.text((180, 66), f"{gpus} cards: a server ({setup.profile.server.link_name})", size=12)
+    picture.text((180, 66), f"{plural(gpus, 'card')}: a server ({setup.profile.server.link_name})", size=12)
     picture.rect((176, 76), (220, 84), fill=COLOURS["soft"], name=f"server {rank // gpus}")
     for index in range(min(gpus, setup.mesh.world - first)):
         at = (182 + (index % 4) * 53, 82 + (index // 4) * 38)
@@ -63,7 +64,7 @@ def _server(picture: Picture, setup: Setup, rank: int) -> None:
 
 def _replica(picture: Picture, setup: Setup, rank: int, servers: list[int]) -> None:
     gpus, dp = setup.profile.server.gpus, setup.mesh.coordinate(rank).dp
-    picture.text((440, 66), f"{len(servers)} servers: replica {dp}", size=12)
+    picture.text((440, 66), f"{plural(len(servers), 'server')}: replica {dp}", size=12)
     for row, server in enumerate(servers):
         picture.rect((436, 76 + row * 26), (262, 24), fill=COLOURS["soft"], name=f"server {server}")
         for index in range(gpus):
@@ -77,7 +78,7 @@ def _replicas(picture: Picture, setup: Setup, rank: int) -> None:
     """All replicas as squares; the line joins the one card in each that holds the same shard."""
     axes: tuple[Axis, ...] = ("dp",)
     shard = setup.mesh.group(rank, axes)
-    picture.text((740, 66), f"{setup.mesh.dp} replicas; the line: one shard, reduced over all of them", size=12)
+    picture.text((740, 66), f"{plural(setup.mesh.dp, 'replica')}; the line: one shard, reduced over all of them", size=12)
     centres = []
     for replica, member in enumerate(shard[:MAX_REPLICAS]):
         at = (740 + (replica % 16) * 22, 80 + (replica // 16) * 22)

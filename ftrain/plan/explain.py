@@ -16,6 +16,7 @@ from ftrain.plan.figure import Answer, Section, Table, Value, number, said, size
 from ftrain.plan.placement import Path, key, path, place
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.ramp import global_batch_at, position
+from ftrain.units import plural
 
 SHOWN = 8
 """Ranks of a long list that are written out."""
@@ -75,8 +76,8 @@ def _span(setup: Setup, rank: int) -> str:
     places = [place(member, setup.profile) for member in members]
     units = [name for name in places[0] if name != "card"]
     touched = [(name, len({seat[name] for seat in places})) for name in units]
-    parts = [f"{len(members)} cards", *(f"{count} {name}{'s' if count > 1 else ''}" for name, count in touched)]
-    return f"{' = '.join(parts)}; x {mesh.dp} replicas = {mesh.world:,}"
+    parts = [plural(len(members), "card"), *(plural(count, name) for name, count in touched)]
+    return f"{' = '.join(parts)}; x {plural(mesh.dp, 'replica')} = {mesh.world:,}"
 
 
 def _groups(setup: Setup, rank: int) -> Section:

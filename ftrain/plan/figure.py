@@ -173,7 +173,10 @@ def _round(value: Number, digits: int) -> Any:
 
 def number(key: str, label: str, *, value: Number, why: Why, unit: str = "", digits: int | None = None) -> Figure:
     """A figure in its own unit."""
-    return Figure(key=key, label=label, value=value, text=f"{decimal(value, digits=digits)} {unit}".rstrip(), why=why)
+    text = decimal(value, digits=digits)
+    if text == "1" and len(unit) > 2 and "/" not in unit:
+        unit = unit.removesuffix("s")  # 1 card
+    return Figure(key=key, label=label, value=value, text=f"{text} {unit}".rstrip(), why=why)
 
 
 def nbytes(key: str, label: str, *, value: Number, why: Why, digits: int | None = None) -> Figure:
@@ -206,6 +209,8 @@ def size(value: Number, *, digits: int | None = None) -> str:
 
 def seconds(value: float) -> str:
     """A time in the unit people use for it, three digits."""
+    if not value:
+        return "0 s"
     for scale, unit in _TIMES:
         if value >= scale:
             return f"{significant(value / scale)} {unit}"

@@ -27,6 +27,7 @@ from ftrain.plan.activations import (
 from ftrain.plan.figure import Answer, Section, Table, Value, nbytes, number, percent, size, why
 from ftrain.plan.params import Shard, alignment, heaviest, replicated, shard
 from ftrain.plan.setup import MEGATRON_MEMORY, SELECTIVE, Quantity, Recompute, Setup, layout
+from ftrain.units import plural
 
 NOT_INCLUDED = (
     "CUDA context, NCCL channels and library workspaces (a few GB on a GPU)",
@@ -212,8 +213,9 @@ def _inner_groups(setup: Setup) -> tuple[str, ...]:
     if span <= gpus:
         return ()
     return (
-        f"inner groups of {inner} have members {distance} ranks apart and cross servers of {gpus} cards, over network cards: "
-        f"TP {mesh.tp} x CP {mesh.cp} x PP {mesh.pp} lies inside them. Put dp before pp in parallel.order, lower parallel.tp",
+        f"inner groups of {inner} have members {plural(distance, 'rank')} apart and cross servers of "
+        f"{plural(gpus, 'card')}, over network cards: TP {mesh.tp} x CP {mesh.cp} x PP {mesh.pp} lies "
+        "inside them. Put dp before pp in parallel.order, lower parallel.tp",
     )
 
 

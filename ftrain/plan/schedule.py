@@ -14,6 +14,7 @@ from ftrain.parallel.timeline import Timeline, even, simulate
 from ftrain.plan import chart, cost
 from ftrain.plan.figure import Answer, Figure, Section, Table, Value, decimal, number, percent, said, why
 from ftrain.plan.setup import DOC_A, DOC_B, PIPELINES, Quantity, Setup
+from ftrain.units import plural
 
 MAX_ACTIONS = 12_000
 """Larger schedules are answered by their formula alone, to stay within half a second."""
@@ -72,7 +73,8 @@ def answer(setup: Setup, *, stages: int = 0, microbatches: int = 0) -> Answer:
         sections.append(_stages(setup))
     return Answer(
         command="schedule",
-        title=f"Schedule {name}: {p} stages, {m} micro-batches" + (f", {v} virtual stages a rank" if v > 1 else ""),
+        title=f"Schedule {name}: {plural(p, 'stage')}, {plural(m, 'micro-batch')}"
+        + (f", {plural(v, 'virtual stage')} a rank" if v > 1 else ""),
         sections=tuple(sections),
         warnings=_warnings(name, p=p, m=m, v=v),
     )

@@ -23,6 +23,7 @@ from ftrain.plan.schedule import bubble_of_compute, of_total
 from ftrain.plan.setup import Recompute, Setup, layout
 from ftrain.plan.traffic import refusals as crossing
 from ftrain.plan.volume import volumes
+from ftrain.units import plural
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -163,12 +164,11 @@ def answer(setup: Setup, *, top: int = 10) -> Answer:
         rows=tuple((count, reason) for reason, count in found.dropped.most_common()),
         source="ftrain.combinations, ftrain.plan.memory",
     )
-    refused = (
-        () if found.fitting else (f"no layout of {setup.config.parallel.ranks} ranks on {setup.profile.name} fits this model",)
-    )
+    ranks = plural(setup.config.parallel.ranks, "rank")
+    refused = () if found.fitting else (f"no layout of {ranks} on {setup.profile.name} fits this model",)
     return Answer(
         command="search",
-        title=f"Layouts of {setup.config.parallel.ranks:,} ranks on {setup.profile.title}",
+        title=f"Layouts of {ranks} on {setup.profile.title}",
         sections=(
             _counts(found, experts=experts),
             Section(title="Ranking", tables=(table, drops), notes=_asked(setup, found)),
@@ -237,7 +237,7 @@ def sweep(setup: Setup) -> Answer:
     )
     note = "state and peak without the padding of buffers, a few per cent: `ftrain plan memory` has it"
     section = Section(title="More stages: a smaller shard, more hand-off and more waiting", tables=(table,), notes=(note,))
-    return Answer(command="search", title=f"Stages for {setup.config.parallel.ranks:,} ranks", sections=(section,))
+    return Answer(command="search", title=f"Stages for {plural(setup.config.parallel.ranks, 'rank')}", sections=(section,))
 
 
 def _sweep_row(setup: Setup) -> tuple[Value, ...]:

@@ -23,6 +23,7 @@ from ftrain.plan.figure import Answer, Section, Table, Value, duration, number, 
 from ftrain.plan.setup import Setup, layout
 from ftrain.plan.simulate import BUCKETS, Outcome, Rules, Simulation
 from ftrain.ramp import position
+from ftrain.units import plural
 
 DAY = 86400.0
 
@@ -145,7 +146,7 @@ def answer(setup: Setup, question: Question) -> Answer:
     ]
     return Answer(
         command="simulate",
-        title=f"{question.days:g} days of {layout(setup.mesh)} on {setup.profile.title}",
+        title=f"{plural(question.days, 'day')} of {layout(setup.mesh)} on {setup.profile.title}",
         sections=tuple(sections),
         warnings=_short_memory(setup, how),
     )
@@ -158,8 +159,8 @@ def _short_memory(setup: Setup, how: Rules) -> tuple[str, ...]:
     if not last or reach >= how.corruption_s:
         return ()
     return (
-        f"the last {last} checkpoints reach back {seconds(reach)}; corruption noticed after {seconds(how.corruption_s)} rolls "
-        "back further, to what else retention keeps: keep more, or save less often",
+        f"keeping the last {plural(last, 'checkpoint')} reaches back {seconds(reach)}; corruption noticed after "
+        f"{seconds(how.corruption_s)} rolls back further, to what else retention keeps: keep more, or save less often",
     )
 
 
@@ -273,15 +274,21 @@ def _causes(outcome: Outcome) -> Section:
         formulas={"lost": "repeated steps + detection + waiting + restart + load"},
         source="recovery.policy.decide",
     )
-    return Section(title="Causes", tables=(table,), notes=(f"restored: {restores or 'nothing'}",))
+    notes = (
+        (f"restored: {restores}",) if restores else (f"no failure in {seconds(outcome.wall_s)}: try more --days, or a --rate",)
+    )
+    return Section(title="Causes", tables=(table,), notes=notes)
 
 
 def _comparison(setup: Setup, how: Rules, happened: Sequence[Failure], done: Outcome) -> Section:
     """The same failures under other intervals, and without the memory tier."""
     k, every = how.snapshot_steps or how.every_steps or 1, how.every_steps or 1
-    variants = [(f"memory every {n} steps", replace(how, snapshot_steps=n)) for n in sorted({max(1, k // 4), k, 4 * k, 16 * k})]
+    variants = [
+        (f"memory every {plural(n, 'step')}", replace(how, snapshot_steps=n))
+        for n in sorted({max(1, k // 4), k, 4 * k, 16 * k})
+    ]
     variants += [
-        (f"storage only, every {n} steps", replace(how, snapshot_steps=0, every_steps=n))
+        (f"storage only, every {plural(n, 'step')}", replace(how, snapshot_steps=0, every_steps=n))
         for n in sorted({max(1, every // 4), every, 4 * every})
     ]
     rows: list[tuple[Value, ...]] = []

@@ -23,6 +23,7 @@ from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.traffic import group_gb_s
 from ftrain.plan.volume import volumes
 from ftrain.ramp import position, stretches
+from ftrain.units import plural
 
 UNBOUNDED = 10**15
 """More updates than any run has."""
@@ -160,9 +161,12 @@ def _double_counting(setup: Setup, claimed: int) -> tuple[str, ...]:
     if claimed in (0, mesh.dp):
         return ()
     inside = mesh.world // mesh.dp
-    what = {inside: f"the {inside} cards of one replica", mesh.world: f"all {mesh.world:,} cards"}.get(claimed, "not this mesh")
+    what = {inside: f"the {plural(inside, 'card')} of one replica", mesh.world: f"all {plural(mesh.world, 'card')}"}.get(
+        claimed, "not this mesh"
+    )
     return (
-        f"{claimed:,} replicas is {what}: the cards of a replica work on the same sequences. There are {mesh.dp} replicas "
+        f"{plural(claimed, 'replica')} is {what}: the cards of a replica work on the same sequences. There are "
+        f"{plural(mesh.dp, 'replica')} "
         f"({mesh.world:,} / {inside}), so an update has {setup.tokens_per_update:,} tokens",
     )
 
@@ -205,10 +209,11 @@ def _batch(setup: Setup) -> Section:
     inside = mesh.world // mesh.dp
     notes: tuple[str, ...] = ()
     if inside > 1:
-        wrong = f"{mesh.world:,} cards" if inside == mesh.dp else f"{inside}, and not by {mesh.world:,}"
-        notes = (f"the {inside} cards of a replica work on the same sequences: multiply by {mesh.dp} replicas, not by {wrong}",)
+        wrong = plural(mesh.world, "card") if inside == mesh.dp else f"{inside}, and not by {mesh.world:,}"
+        text = f"multiply by {plural(mesh.dp, 'replica')}, not by {wrong}"
+        notes = (f"the {inside} cards of a replica work on the same sequences: {text}",)
     notes += tuple(
-        f"ramp: {phase.global_batch:,} sequences in the steps {phase.first_step + 1:,} to {phase.stop_step:,}"
+        f"ramp: {plural(phase.global_batch, 'sequence')} in the steps {phase.first_step + 1:,} to {phase.stop_step:,}"
         for phase in (stretches(config) if config.batch.ramp else ())
     )
     return Section(
@@ -260,7 +265,7 @@ def _days(setup: Setup, operations: float, achieved: float, effective: float) ->
     figures = [
         number("years_on_one", "on one GPU", value=alone / YEAR, unit="years", digits=0,
                why=why("FLOP / rate / seconds of a year", DOC_B, flop=operations, rate=achieved)),
-        number("days", f"on {world:,} GPUs, compute only" if effective == 1 else f"on {world:,} GPUs, effective time included",
+        number("days", f"on {plural(world, 'GPU')}, {'compute only' if effective == 1 else 'effective time included'}",
                value=together / 86400, unit="days", digits=1,
                why=why("FLOP / (rate x GPUs x effective) / 86400", DOC_B, effective=effective)),
     ]  # fmt: skip

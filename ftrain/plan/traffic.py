@@ -16,6 +16,7 @@ from ftrain.plan.ring import Volume
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.plan.state import GRADIENT
 from ftrain.plan.volume import activation_bytes, volumes
+from ftrain.units import plural
 
 RING = "Patarasuk and Yuan 2009: no all-reduce can send less than 2(N-1)/N of the buffer from each member"
 
@@ -56,7 +57,7 @@ def refusals(setup: Setup) -> tuple[str, ...]:
     ratio = profile.link_gb_s / profile.nic_gb_s
     gpus = profile.server.gpus
     return (
-        f"tensor parallel groups of {mesh.tp} in rank order {', '.join(mesh.order)} cross servers of {gpus} cards: "
+        f"tensor parallel groups of {mesh.tp} in rank order {', '.join(mesh.order)} cross servers of {plural(gpus, 'card')}: "
         f"every layer would exchange over a link {ratio:.3g} times slower than {profile.server.link_name}. Keep tp first in "
         f"parallel.order, and parallel.tp a divisor of {gpus}",
     )
@@ -214,9 +215,10 @@ def expert_warnings(setup: Setup) -> tuple[str, ...]:
     """An EP group that leaves its server: it exchanges in every layer, as TP does."""
     found = [volume for volume in volumes(setup) if volume.name == "EP" and group_path(setup, volume).crosses_servers]
     mesh, gpus = setup.mesh, setup.profile.server.gpus
+    far = plural(mesh.expert_group(0)[1], "rank") if found else ""
     return tuple(
-        f"expert parallel groups of {mesh.ep} have members {mesh.expert_group(0)[1]} ranks apart and cross servers of {gpus} "
-        f"cards: {size(volume.nbytes, digits=1)} of tokens an update go over network cards. Put dp before pp in "
-        "parallel.order, or lower parallel.ep"
+        f"expert parallel groups of {mesh.ep} have members {far} apart and cross servers of {plural(gpus, 'card')}: "
+        f"{size(volume.nbytes, digits=1)} of tokens an update go over network cards. Put dp before pp in parallel.order, or "
+        "lower parallel.ep"
         for volume in found
     )

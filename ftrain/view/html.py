@@ -14,12 +14,12 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
-from ftrain.units import format_bytes, format_count, format_seconds
+from ftrain.units import format_bytes, format_count, format_seconds, plural
 from ftrain.view import clock, gantt, plot
 from ftrain.view import grade as grading
 from ftrain.view.measured import measured
 from ftrain.view.numbers import show
-from ftrain.view.pace import pace
+from ftrain.view.pace import left_text, pace
 from ftrain.view.parts import Part, parts
 from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
@@ -198,7 +198,7 @@ def _step(part: Part, mark: str) -> str:
     rate = f"{show(found.speed.tokens_per_s, 'tokens/s')}; {found.speed.tflops:.3g} TFLOP/s a rank on {found.speed.device}"
     speed = f"{rate}, {found.speed.dtype}, attention halved. {mfu} {found.speed.peak}."
     head = ("", "mean over the ranks", "share", "the rank with most", "rank")
-    how = f"{found.layout}: means over {found.steps} steps of {format_seconds(found.step_s)}."
+    how = f"{found.layout}: means over {plural(found.steps, 'step')} of {format_seconds(found.step_s)}."
     return _heading(part.heading) + table(head, rows, key=f"step-table{mark}") + _how(f"{how} {speed}")
 
 
@@ -283,7 +283,7 @@ def _pace(run: Recorded) -> str:
         for row in found.rows
     ]  # fmt: skip
     head = ("layout", "ranks", "steps", "tokens of an update", "step", "speed", "of a rank, to the first")
-    left = "" if not found.steps_left else _how(f"{found.steps_left} steps left: {show(found.eta_s, 's')} ({found.eta_how})")
+    left = "" if not found.steps_left else _how(left_text(found))
     hours = [(f"{hour:02d}:00 UTC", show(rate, "tokens/s")) for hour, rate in run.report.tokens_per_s_by_hour.items()]
     by_hour = table(("hour of the day", "speed"), hours, key="hours") if len(hours) > 1 else ""
     return (table(head, rows, key="pace-table") if rows else _none("no step to go by")) + left + by_hour

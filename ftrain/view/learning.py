@@ -11,6 +11,7 @@ from bisect import bisect_right
 
 from msgspec import Struct
 
+from ftrain.units import plural
 from ftrain.view.record import Recorded
 
 ROUNDING = 2.0**-8
@@ -103,5 +104,5 @@ def _verdict(same: bool, first: int | None, gaps: dict[int, float]) -> str:
     if not same:
         return "an update holds another number of tokens: compare after equal tokens, not at equal steps"
     if first is None:
-        return f"identical, digit by digit, over {len(gaps)} common steps"
-    return f"first difference at step {first}, largest {max(gaps.values()):.3g} over {len(gaps)} common steps"
+        return f"identical, digit by digit, over {plural(len(gaps), 'common step')}"
+    return f"first difference at step {first}, largest {max(gaps.values()):.3g} over {plural(len(gaps), 'common step')}"

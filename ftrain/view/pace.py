@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ftrain.course import Begun, Cursor, updates_left
 from ftrain.data.reading import Consumed, consumed
 from ftrain.phases import effective
+from ftrain.units import plural
 from ftrain.view.measured import warm
 from ftrain.view.numbers import median, show
 from ftrain.view.record import Recorded
@@ -121,19 +122,24 @@ def lines(found: Pace) -> list[str]:
     if len({it.seq_len for it in found.read}) > 1 or len(found.rows) > 1:
         told.append("data read")
         told += [
-            f"  {it.path}: {it.sequences} sequences of {it.seq_len} tokens = {show(it.tokens, 'tokens')} tokens"
+            f"  {it.path}: {plural(it.sequences, 'sequence')} of {it.seq_len} tokens = {show(it.tokens, 'tokens')} tokens"
             for it in found.read
         ]
     if found.steps_left and found.eta_s is not None:
-        told.append(f"{found.steps_left} steps left: {show(found.eta_s, 's')} ({found.eta_how})")
+        told.append(left_text(found))
     return told
+
+
+def left_text(found: Pace) -> str:
+    """How much longer, and by what it is reckoned."""
+    return f"{plural(found.steps_left or 0, 'step')} left: {show(found.eta_s, 's')} ({found.eta_how})"
 
 
 def _line(row: PaceRow) -> str:
     phase = f"phase {row.phase}, " if row.phase else ""
     seam = f"went on from step {row.from_step}: {row.proof}" if row.proof else "from the beginning"
     return (
-        f"{phase}{row.layout} ({row.ranks} ranks): {row.steps} steps of {show(row.tokens_per_update, 'tokens')} tokens, "
-        f"{show(row.step_s, 's')} each, {show(row.tokens_per_s, 'tokens/s')}, a rank at {100 * row.per_rank:.0f} % of "
-        f"the first size's; {seam}"
+        f"{phase}{row.layout} ({plural(row.ranks, 'rank')}): {plural(row.steps, 'step')} of "
+        f"{show(row.tokens_per_update, 'tokens')} tokens, {show(row.step_s, 's')} each, {show(row.tokens_per_s, 'tokens/s')}, "
+        f"a rank at {100 * row.per_rank:.0f} % of the first size's; {seam}"
     )

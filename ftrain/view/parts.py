@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from ftrain.units import plural
 from ftrain.view.record import Recorded
 
 
@@ -27,10 +28,10 @@ class Part:
     @property
     def heading(self) -> str:
         """Which part of the run it is."""
-        plural = "attempt" if len(self.attempts) == 1 else "attempts"
+        which = "attempt" if len(self.attempts) == 1 else "attempts"
         micro = f", micro-batches of {self.micro_batch}" if self.micro_batch else ""
         steps = f"steps {self.run.steps[0].record.step} to {self.run.steps[-1].record.step}" if self.run.steps else "no step"
-        return f"{self.layout} on {self.ranks} ranks{micro} ({plural} {', '.join(map(str, self.attempts))}: {steps})"
+        return f"{self.layout} on {plural(self.ranks, 'rank')}{micro} ({which} {', '.join(map(str, self.attempts))}: {steps})"
 
 
 def parts(run: Recorded) -> list[Part]:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from msgspec import Struct
 
-from ftrain.units import format_seconds
+from ftrain.units import format_seconds, plural
 from ftrain.view.record import Recorded
 from recovery.events import AttemptStarted, Event, RunStarted
 from recovery.report_text import lines as report_lines
@@ -75,8 +75,7 @@ def command_of(events: Iterable[Event]) -> list[str]:
 
 def attempt_line(event: AttemptStarted) -> str:
     """That an attempt of a script begins. (Where its state is from, the script knows.)"""
-    processes = "1 process" if event.ranks == 1 else f"{event.ranks} processes"
-    return f"attempt {event.attempt}: {processes} ({event.layout})"
+    return f"attempt {event.attempt}: {plural(event.ranks, 'process')} ({event.layout})"
 
 
 def lines(found: Script, run: Recorded) -> list[str]:

@@ -15,6 +15,7 @@ from ftrain.load import Change
 from ftrain.parallel.partition import balanced_counts
 from ftrain.plan import cost, schedule
 from ftrain.plan.setup import Setup
+from ftrain.units import plural
 from ftrain.view.learning import Learning
 from ftrain.view.measured import Measured
 from ftrain.view.numbers import show
@@ -117,7 +118,7 @@ def _verdict(a: Measured, b: Measured, timed: Sequence[Change], *, trusted: bool
     per_rank = a.ranks != b.ranks
     spans = [
         f"{name}: step {show(of.step.value, 's')}, 95 % interval {show(of.step.low, 's')} to {show(of.step.high, 's')}, "
-        f"{of.step.count} steps, {show(of.tokens_per_s, 'tokens')} tokens/s on {of.ranks} ranks"
+        f"{plural(of.step.count, 'step')}, {show(of.tokens_per_s, 'tokens')} tokens/s on {plural(of.ranks, 'rank')}"
         for name, of in (("A", a), ("B", b))
         if of.step
     ]  # fmt: skip
@@ -134,7 +135,7 @@ def _verdict(a: Measured, b: Measured, timed: Sequence[Change], *, trusted: bool
         return Suggestion(about="speed", text=text, evidence=(f"changed: {', '.join(other)}", *evidence))
     if per_rank:
         share = b.tokens_per_s / b.ranks / (a.tokens_per_s / a.ranks)
-        text = f"scaling from {a.ranks} to {b.ranks} ranks keeps {100 * share:.0f} % of a rank's speed"
+        text = f"scaling from {a.ranks} to {plural(b.ranks, 'rank')} keeps {100 * share:.0f} % of a rank's speed"
         return Suggestion(about="scaling", text=text, evidence=evidence)
     name, gain = ("B", two / one - 1) if two > one else ("A", one / two - 1)
     what = (
@@ -187,7 +188,9 @@ def _less_waiting(setup: Setup, wait: float, how: str) -> Suggestion:
     """Virtual stages on the same model and batch, or more micro-batches: whatever the planner says waits less."""
     p, m, name = setup.mesh.pp, setup.microbatches, setup.options.schedule
     now = schedule.of_total(schedule.idle_of_compute(name, p=p, m=m, v=setup.chunks))
-    evidence = f"{100 * wait:.1f} % of a step is waiting ({how}), with {name}, {p} stages and {m} micro-batches"
+    evidence = (
+        f"{100 * wait:.1f} % of a step is waiting ({how}), with {name}, {plural(p, 'stage')} and {plural(m, 'micro-batch')}"
+    )
     chunks = 2 * setup.chunks
     if name in ("1f1b", "gpipe", "interleaved") and m % p == 0 and p * chunks <= setup.config.model.layers:
         then = schedule.of_total(schedule.idle_of_compute("interleaved", p=p, m=m, v=chunks))

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from ftrain.plan import rates
-from ftrain.units import format_bytes, format_count, format_seconds, format_share
+from ftrain.units import format_bytes, format_count, format_seconds, format_share, plural
 from ftrain.view.measured import warm
 from ftrain.view.record import Recorded
 
@@ -125,9 +125,9 @@ def lines(found: Went | None) -> list[str]:
     """As text."""
     if found is None:
         return ["where the time of a step went: not known here (metrics.jsonl is on the machine of the run)"]
-    speed = found.speed
+    speed, steps = found.speed, plural(found.steps, "step")
     return [
-        f"where the time of a step went ({found.layout}, mean of {found.steps} steps: {format_seconds(found.step_s)})",
+        f"where the time of a step went ({found.layout}, mean of {steps}: {format_seconds(found.step_s)})",
         *(
             f"  {row.bucket:<11} {format_seconds(row.mean_s):>9} {format_share(row.mean_s, found.step_s):>8}"
             f"   most on rank {row.worst_rank}: {format_seconds(row.worst_s)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -215,3 +216,24 @@ def test_a_profile_of_ones_own_is_checked(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("memory_gb =", "memory_gib ="))
     with pytest.raises(ValueError, match="memory_gib"):
         profile.load(str(path))
+
+
+COUNTED = "ranks|cards|stages|replicas|GPUs|servers|micro-batches|days|steps|layers|checkpoints|sequences|tokens|nodes"
+
+
+@pytest.mark.parametrize("command", ["memory", "schedule", "traffic", "time", "checkpoint", "search", "explain", "simulate"])
+def test_one_is_singular(command: str) -> None:
+    """One rank, one stage, one replica, one card, one micro-batch, one day."""
+    alone = ["--set", "parallel.ranks=1", "--set", "batch.global_batch=8", "--set", "faults=[]", "--peak", "0.05"]
+    days = ["--days", "1"] if command == "simulate" else []
+    result = CliRunner().invoke(plan, [command, str(ROOT / "configs/demo.toml"), *alone, *days, "--explain"])
+    assert result.exit_code == 0, result.output
+    assert not re.findall(rf"(?<![\d.,])1 (?:[a-z]+ )?(?:{COUNTED})\b", result.stdout)
+
+
+def test_a_table_without_rows_says_nothing_rather_than_a_head() -> None:
+    """Failures are rare on a small machine: a day without any has no causes."""
+    result = CliRunner().invoke(plan, ["simulate", str(ROOT / "configs/llama3-8b.toml"), "--days", "1"])
+    assert "at its first occurrence: nothing" in result.stdout
+    assert "no failure in 1.00 days" in result.stdout
+    assert "cause  count" not in result.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftrain.units import format_bytes, format_count, format_seconds, format_share
+from ftrain.units import format_bytes, format_count, format_seconds, format_share, plural
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,20 @@ def test_seconds(seconds: float, text: str) -> None:
 def test_shares() -> None:
     assert format_share(3, 4) == "75.0 %"
     assert format_share(0, 0) == "0.0 %"
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (1, "rank", "1 rank"),
+        (0, "rank", "0 ranks"),
+        (16384, "rank", "16,384 ranks"),
+        (1_234_567, "step", "1,234,567 steps"),
+        (2, "micro-batch", "2 micro-batches"),
+        (2, "process", "2 processes"),
+        (1.0, "day", "1 day"),
+        (0.5, "day", "0.5 days"),
+    ],
+)
+def test_one_is_singular(count: float, noun: str, text: str) -> None:
+    assert plural(count, noun) == text
