@@ -35,7 +35,7 @@ def url() -> str:
 
 @pytest.mark.s3
 class TestFastS3(ObjectStoreContract):
-    race_threads, race_rounds = 8, 3
+    race_threads, race_rounds = 8, 1
 
     @pytest.fixture(autouse=True)
     def _server(self, s3: SeaweedServer) -> None:

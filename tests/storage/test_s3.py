@@ -42,7 +42,7 @@ def proxy(s3: SeaweedServer) -> Iterator[FaultProxy]:
 class TestS3(ObjectStoreContract):
     """As `open_store` gives it: with retries."""
 
-    race_threads, race_rounds = 8, 3  # SeaweedFS takes seconds to settle a race of 16; the slow test below has all 40 rounds
+    race_threads, race_rounds = 8, 1  # SeaweedFS takes seconds to settle a race; the slow test below has 40, of 16
 
     @pytest.fixture(autouse=True)
     def _server(self, s3: SeaweedServer) -> None:

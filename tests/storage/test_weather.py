@@ -108,9 +108,10 @@ def test_a_conflict_of_creates_is_not_a_lost_race(s3: SeaweedServer, weather: We
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stall_is_waited_out(s3: SeaweedServer, weather: Weather, backend: str) -> None:
-    weather.stalled, weather.stall_s = 0.2, 0.3
+    weather.stalled, weather.stall_s = 0.2, 0.1
     store = through(weather, s3, backend)
     work(store, 1)
+    assert weather.counts["stalled"] >= 5
     store.close()
 
 
