@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from storage.box import Box
 from storage.commit import CommitRecord
 from storage.errors import CoverageError
+from storage.lengths import starts_reader
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.pack import ArraySpec
@@ -72,10 +73,12 @@ class Checkpoint:
         `to`: another store than this checkpoint's own, for whoever may only read that. The files name the packs' place, so
         they can be opened wherever they are.
         """
+        find = starts_reader(self.store, self.manifest, prefix=self.prefix)
         if arrays is None and num_chunks(self.manifest) <= MAX_COMMIT_CHUNKS:
-            files = reference_files(self.manifest, base_url=self.url)
+            files = reference_files(self.manifest, base_url=self.url, find=find)
         else:
-            files = array_files(self.manifest, [self.array(name).name for name in arrays or self.names], base_url=self.url)
+            names = [self.array(name).name for name in arrays or self.names]
+            files = array_files(self.manifest, names, base_url=self.url, find=find)
         store, prefix, written = to or self.store, "" if to else self.prefix, list[str]()
         for name, content in files:
             store.put(prefix + name, content)

@@ -14,9 +14,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from storage.compress import MAX_EXTRA_BYTES
 from storage.errors import FormatError
-from storage.grid import MAX_CHUNK_BYTES
 from storage.parts import PartTable
 
 __all__ = ["Column", "read_columns", "write_columns"]
@@ -25,7 +23,7 @@ MAX_COLUMN_BYTES = 1 << 30
 """All columns unpacked, as stored: more than 30 million boxes. Against decompression bombs."""
 
 POSITION_UNIT = 64
-LENGTHS = "length"
+STORED = "stored"
 
 
 class Column(Struct, frozen=True, kw_only=True):
@@ -36,17 +34,17 @@ class Column(Struct, frozen=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-def write_columns(table: PartTable, lengths: NDArray[np.uint32] | None) -> tuple[list[Column], list[bytes]]:
-    """The columns of a table of parts, and of the lengths of compressed chunks; and their streams."""
+def write_columns(table: PartTable, stored: NDArray[np.int64] | None) -> tuple[list[Column], list[bytes]]:
+    """The columns of a table of parts, and of the sizes of compressed ones; and their streams."""
     streams, columns = [], []
-    for name, values in [*_columns(table), *([] if lengths is None else [(LENGTHS, lengths)])]:
+    for name, values in [*_columns(table), *([] if stored is None else [(STORED, stored)])]:
         dtype = _narrowest(values)
         streams.append(zlib.compress(values.astype(dtype).tobytes()))
         columns.append(Column(name=name, dtype=dtype, nbytes=len(streams[-1])))
     return columns, streams
 
 
-def _columns(table: PartTable) -> list[tuple[str, NDArray[np.integer]]]:
+def _columns(table: PartTable) -> list[tuple[str, NDArray[np.int64]]]:
     """The stored columns, in order. Positions count in units of 64 bytes, offsets and shapes in elements."""
     ndim = table.offset.shape[1]
     boxes = [
@@ -55,28 +53,28 @@ def _columns(table: PartTable) -> list[tuple[str, NDArray[np.integer]]]:
     return [("array", table.array), ("pack", table.pack), ("position", table.position // POSITION_UNIT), *boxes]
 
 
-def _narrowest(values: NDArray[np.integer]) -> str:
+def _narrowest(values: NDArray[np.int64]) -> str:
     top = int(values.max(initial=0))
     return next(f"<u{n}" for n in (1, 2, 4, 8) if top < 1 << (8 * n))
 
 
 def read_columns(
-    streams: memoryview, columns: Sequence[Column], *, ndim: int, num_parts: int, num_chunks: int | None, key: str
-) -> tuple[PartTable, NDArray[np.uint32] | None]:
-    """The table of parts, and the lengths of `num_chunks` compressed chunks (None: nothing is compressed)."""
+    streams: memoryview, columns: Sequence[Column], *, ndim: int, num_parts: int, compressed: bool, key: str
+) -> tuple[PartTable, NDArray[np.int64] | None]:
+    """The table of parts, and the sizes of compressed ones."""
     names = ["array", "pack", "position", *(f"offset{k}" for k in range(ndim)), *(f"shape{k}" for k in range(ndim))]
-    sizes = dict.fromkeys(names, num_parts) | ({} if num_chunks is None else {LENGTHS: num_chunks})
-    if [c.name for c in columns] != [*sizes] or any(c.dtype not in ("<u1", "<u2", "<u4", "<u8") for c in columns):
+    wanted = [*names, STORED] if compressed else names
+    if [c.name for c in columns] != wanted or any(c.dtype not in ("<u1", "<u2", "<u4", "<u8") for c in columns):
         raise FormatError(f"{key} has unknown columns", key)
     if sum(c.nbytes for c in columns) != len(streams):
         raise FormatError(f"{key} has {len(streams)} bytes of columns, its header says otherwise", key)
-    if sum(sizes[c.name] * int(c.dtype[2]) for c in columns) > MAX_COLUMN_BYTES:
-        raise FormatError(f"{key} claims {num_parts} parts and {num_chunks or 0} compressed chunks", key)
+    if num_parts * sum(int(c.dtype[2]) for c in columns) > MAX_COLUMN_BYTES:
+        raise FormatError(f"{key} claims {num_parts} parts", key)
     values, at = [], 0
     for column in columns:
-        values.append(_inflate(streams[at : at + column.nbytes], column, sizes[column.name], key))
+        values.append(_inflate(streams[at : at + column.nbytes], column, num_parts, key))
         at += column.nbytes
-    return _table(values[: len(names)], ndim, num_parts), None if num_chunks is None else _narrow(values[-1], key)
+    return _table(values[: len(names)], ndim, num_parts), values[-1] if compressed else None
 
 
 def _table(values: Sequence[NDArray[np.int64]], ndim: int, rows: int) -> PartTable:
@@ -88,12 +86,6 @@ def _table(values: Sequence[NDArray[np.int64]], ndim: int, rows: int) -> PartTab
         offset=np.stack(boxes[:ndim], axis=1) if ndim else np.zeros((rows, 0), np.int64),
         shape=np.stack(boxes[ndim:], axis=1) if ndim else np.zeros((rows, 0), np.int64),
     )
-
-
-def _narrow(lengths: NDArray[np.int64], key: str) -> NDArray[np.uint32]:
-    if lengths.max(initial=0) > MAX_CHUNK_BYTES + MAX_EXTRA_BYTES:
-        raise FormatError(f"{key} has a chunk that is longer than any can be", key)
-    return lengths.astype(np.uint32)
 
 
 def _inflate(stream: memoryview, column: Column, rows: int, key: str) -> NDArray[np.int64]:

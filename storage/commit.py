@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from storage.epoch import Epochs, create_record, read_epochs
 from storage.errors import Damaged, Fenced, FormatError, ObjectMissing
 from storage.keys import commit_name, manifest_name, step_folder
+from storage.lengths import starts_reader
 from storage.manifest import FORMAT_VERSION, MAX_MANIFEST_BYTES, Manifest, decode
 from storage.objects import ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record
@@ -83,7 +84,8 @@ def commit(store: ObjectStore, manifest: Manifest, *, now_s: float, origin: str 
     _require_packs(store, manifest, folder)
     data = manifest.encode()
     store.put(folder + manifest_name(manifest.epoch, manifest.attempt), data)
-    for name, content in reference_files(manifest, base_url=_base_url(store, folder)):
+    find = starts_reader(store, manifest, prefix=folder)
+    for name, content in reference_files(manifest, base_url=_base_url(store, folder), find=find):
         store.put(folder + name, content)
     record = replace(_record(manifest, data, epochs.starts[manifest.epoch], now_s), origin=origin)
     if not create_record(store, key, record, record.nonce):

@@ -25,6 +25,7 @@ from storage.errors import Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.heal_commit import heal_commits, is_manifest_of, manifest_candidates
 from storage.heal_compressed import NotIdentical, RebuiltCompressed
 from storage.keys import step_folder
+from storage.lengths import starts_reader
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.pack import (
@@ -81,13 +82,13 @@ def heal(store: ObjectStore, step: int, donors: Sequence[Checkpoint], *, progres
     same = [donor for donor in donors if _is_same(manifest, donor.manifest)]
     if not same:
         raise Damaged(f"step {step}: no donor holds the same state (shapes and digests of all arrays)", step_folder(step))
-    _heal_views(target, report)
     for _ in range(ROUNDS):
         for number, pack in enumerate(manifest.packs):
             distrusted = _distrusted(target, found, number)
             if distrusted is not None:
                 _put_back(target, number, same, distrusted, report)
                 report.objects.append(target.prefix + pack.name)
+        _heal_views(target, report)
         found = target.verify(progress=progress)
         if found.ok:
             return report
@@ -248,6 +249,8 @@ def _num_wrong(buffer: Buffer, spec: ArraySpec, band: Part) -> int:
 def _heal_views(target: Checkpoint, report: HealReport) -> None:
     """Write the Zarr view anew where it is not the one the manifest makes."""
     if view_problems(target.store, target.manifest, prefix=target.prefix):
-        for name, content in stored_views(target.store, target.manifest, prefix=target.prefix, base_url=target.url):
+        find = starts_reader(target.store, target.manifest, prefix=target.prefix)
+        views = stored_views(target.store, target.manifest, prefix=target.prefix, base_url=target.url, find=find)
+        for name, content in views:
             target.store.put(target.prefix + name, content)
             report.objects.append(target.prefix + name)

@@ -17,9 +17,10 @@ from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.compress import compress, inflate
 from storage.errors import Damaged, FormatError, ObjectMissing
+from storage.lengths import encode_lengths, read_starts
 from storage.objects import ByteRange
 from storage.pack import CRC_BYTES, ArraySpec, Part, PartGeometry, iter_chunks, write_part
-from storage.reshard import PartRead, Span, cut_spans
+from storage.reshard import PartRead, Span, cut_spans, part_read
 
 __all__ = ["NotIdentical", "RebuiltCompressed"]
 
@@ -42,7 +43,10 @@ class RebuiltCompressed:
         self._donors, self._distrusted = donors, distrusted
         self.num_chunks = 0
         """Chunks that came from a donor."""
+        assert target.manifest.stored is not None
+        self._ends = target.manifest.table.position + target.manifest.stored
         self._crc = 0
+        self._last: tuple[Checkpoint, int, NDArray[np.int64]] | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         self.num_chunks, self._crc, at = 0, 0, 0
@@ -50,25 +54,40 @@ class RebuiltCompressed:
             yield bytes(start - at) + block
             at = start + len(block)
         if f"{self._crc:08x}" != self._pack.chunks_crc32c:
-            text = f"{self._pack.name}: every chunk could be had, and together they are not the bytes that were committed"
-            raise NotIdentical(
-                f"{text}: this compressor makes others; copy the donor's checkpoint instead", pack=self._pack.name
-            )
+            raise self._not_identical()
         yield bytes(self._pack.nbytes - at)
 
+    def _not_identical(self) -> NotIdentical:
+        text = f"{self._pack.name}: every chunk could be had, and together they are not the bytes that were committed"
+        return NotIdentical(f"{text}: this compressor makes others; copy the donor's checkpoint instead", pack=self._pack.name)
+
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
-        """Runs of chunks, and where each begins."""
+        """Runs of chunks and tables, and where each begins."""
         manifest = self._target.manifest
         for row in np.flatnonzero(manifest.table.pack == self._number).tolist():
             part, spec = manifest.table.part(row, manifest.arrays), manifest.arrays[int(manifest.table.array[row])]
-            read = PartRead(
-                int(manifest.table.array[row]), part.box, PartGeometry.of(spec, part.shape), (), manifest.chunk_starts(row)
-            )
-            boxes = [box for _, box in iter_chunks(part, spec)]
-            for span in cut_spans(row, read, part.position, range(read.geometry.num_chunks), BLOCK_BYTES):
-                chunks = list(self._chunks(spec, read, span, boxes))
+            at, lengths = part.position, list[int]()
+            for chunks in self._part(row, spec, part):
                 self._crc = google_crc32c.extend(self._crc, b"".join([chunk[-CRC_BYTES:] for chunk in chunks]))
-                yield b"".join(chunks), span.position
+                lengths += [len(chunk) for chunk in chunks]
+                yield b"".join(chunks), at
+                at += sum(lengths[-len(chunks) :])
+            table = encode_lengths(lengths)
+            if self._ends[row] != at + len(table):
+                raise self._not_identical()
+            yield table, at
+
+    def _part(self, row: int, spec: ArraySpec, part: Part) -> Iterator[list[bytes]]:
+        """The chunks of a part, some at a time: those that are here, if its table can be read, else all from donors."""
+        boxes = [box for _, box in iter_chunks(part, spec)]
+        try:
+            starts = read_starts(self._target.store, self._target.manifest, [row], prefix=self._target.prefix)[row]
+        except Damaged:
+            yield from ([self._from_donors(spec, box, None)] for box in boxes)
+            return
+        read = part_read(self._target.manifest, row, starts)
+        for span in cut_spans(row, read, part.position, range(len(boxes)), BLOCK_BYTES):
+            yield list(self._chunks(spec, read, span, boxes))
 
     def _chunks(self, spec: ArraySpec, part: PartRead, span: Span, boxes: Sequence[Box]) -> Iterator[bytes]:
         assert part.starts is not None
@@ -80,8 +99,7 @@ class RebuiltCompressed:
             if chunk is not None and not inflate(chunk, values):
                 yield chunk.tobytes()
             else:
-                self.num_chunks += 1
-                yield self._from_donors(spec, boxes[number], stop - start)
+                yield self._from_donors(spec, boxes[number], None if spec.name in self._distrusted else stop - start)
 
     def _stored(self, span: Span) -> NDArray[np.uint8] | None:
         try:
@@ -90,8 +108,9 @@ class RebuiltCompressed:
             return None
         return np.frombuffer(data, np.uint8)
 
-    def _from_donors(self, spec: ArraySpec, box: Box, nbytes: int) -> bytes:
-        """A chunk of the length that the manifest says: copied if a donor was compressed alike, else made of its values."""
+    def _from_donors(self, spec: ArraySpec, box: Box, nbytes: int | None) -> bytes:
+        """A chunk, of this length if it is known: copied if a donor was compressed alike, else made of its values."""
+        self.num_chunks += 1
         reasons = list[str]()
         for make in (self._copied, self._made):
             for donor in self._donors:
@@ -100,7 +119,7 @@ class RebuiltCompressed:
                 except (Damaged, ObjectMissing, FormatError) as problem:
                     reasons.append(str(problem))
                     continue
-                if found is not None and len(found) == nbytes:
+                if found is not None and len(found) == (nbytes or len(found)):
                     return found
                 if found is not None:
                     reasons.append(f"{donor.url} gives {len(found)} compressed bytes instead of {nbytes}")
@@ -119,8 +138,7 @@ class RebuiltCompressed:
         inside = (manifest.table.offset[rows, :ndim] <= np.array(box.offset, np.int64)).all(axis=1)
         row = int(rows[inside & (manifest.table.stop[rows, :ndim] >= np.array(box.stop, np.int64)).all(axis=1)][0])
         part = manifest.table.part(row, manifest.arrays)
-        geometry, starts = PartGeometry.of(theirs, part.shape), manifest.chunk_starts(row)
-        assert starts is not None
+        geometry, starts = PartGeometry.of(theirs, part.shape), self._donor_starts(donor, row)
         cell = [(b - p) // t for b, p, t in zip(box.offset, part.offset, spec.tile, strict=True)]
         number = int(np.ravel_multi_index(cell, geometry.grid)) if cell else 0
         key = donor.prefix + manifest.packs[int(manifest.table.pack[row])].name
@@ -129,6 +147,12 @@ class RebuiltCompressed:
         if problem:
             raise Damaged(f"{donor.url}: its chunk {problem}", array=spec.name)
         return data
+
+    def _donor_starts(self, donor: Checkpoint, row: int) -> NDArray[np.int64]:
+        """Kept for one part at a time: its chunks are asked for one after the other."""
+        if self._last is None or self._last[:2] != (donor, row):
+            self._last = (donor, row, read_starts(donor.store, donor.manifest, [row], prefix=donor.prefix)[row])
+        return self._last[2]
 
     def _made(self, donor: Checkpoint, spec: ArraySpec, box: Box) -> bytes:
         """The donor's values, compressed as the manifest says."""

@@ -18,6 +18,9 @@ from storage.reshard import PartRead, PlannedRange, Span
 __all__ = ["Inflater"]
 
 
+Parts = Sequence[PartRead] | Mapping[int, PartRead]
+
+
 class _Run(NamedTuple):
     """Compressed chunks that lie back to back in a buffer."""
 
@@ -30,31 +33,31 @@ class _Run(NamedTuple):
 class Inflater:
     """Makes the batches of one load or verification; a batch is valid only until the next one is asked for."""
 
-    def __init__(self, parts: Sequence[PartRead] | Mapping[int, PartRead], *, scratch_bytes: int) -> None:
+    def __init__(self, *, scratch_bytes: int) -> None:
         """`scratch_bytes`: what a batch may come to, unless a single chunk has more."""
-        self._parts, self._most = parts, scratch_bytes
+        self._most = scratch_bytes
         self._scratch = np.empty(0, np.uint8)
 
-    def batches(self, batch: Batch) -> Iterator[Batch]:
+    def batches(self, batch: Batch, parts: Parts) -> Iterator[Batch]:
         """The same chunks as they would lie uncompressed, each with room for a checksum; or the batch, if it is so already."""
-        if not any(self._parts[span.part].starts is not None for planned, _ in batch.placed for span in planned.spans):
+        if not any(parts[span.part].starts is not None for planned, _ in batch.placed for span in planned.spans):
             yield batch
             return
         runs, nbytes = list[_Run](), 0
-        for run in self._runs(batch):
-            size = run.span.count * self._parts[run.span.part].geometry.stride
+        for run in self._runs(batch, parts):
+            size = run.span.count * parts[run.span.part].geometry.stride
             if runs and nbytes + size > self._most:
-                yield self._inflated(batch, runs, nbytes)
+                yield self._inflated(batch, parts, runs, nbytes)
                 runs, nbytes = [], 0
             runs.append(run)
             nbytes += size
-        yield self._inflated(batch, runs, nbytes)
+        yield self._inflated(batch, parts, runs, nbytes)
 
-    def _runs(self, batch: Batch) -> Iterator[_Run]:
+    def _runs(self, batch: Batch, parts: Parts) -> Iterator[_Run]:
         """The chunks of a batch, so few at a time that they fit the scratch."""
         for planned, start in batch.placed:
             for span in planned.spans:
-                part = self._parts[span.part]
+                part = parts[span.part]
                 assert part.starts is not None  # all parts of a checkpoint are compressed, or none is
                 most, stop = max(1, self._most // part.geometry.stride), span.first + span.count
                 for first in range(span.first, stop, most):
@@ -62,21 +65,20 @@ class Inflater:
                     piece = Span(span.part, first, last - first, int(part.starts[first]), int(part.starts[last]))
                     yield _Run(piece, planned.pack, start - planned.start)
 
-    def _inflated(self, batch: Batch, runs: Sequence[_Run], nbytes: int) -> Batch:
+    def _inflated(self, batch: Batch, parts: Parts, runs: Sequence[_Run], nbytes: int) -> Batch:
         if len(self._scratch) < nbytes:
             self._scratch = np.empty(max(nbytes, self._most), np.uint8)
         placed, wrong, at = list[tuple[PlannedRange, int]](), dict[int, WrongChunk](), 0
         for run in runs:
             span = run.span
-            stop = at + span.count * self._parts[span.part].geometry.stride
-            wrong.update(self._inflate(batch, run, at))
+            stop = at + span.count * parts[span.part].geometry.stride
+            wrong.update(self._inflate(batch, parts[span.part], run, at))
             placed.append((PlannedRange(run.pack, at, stop, (Span(span.part, span.first, span.count, at, stop),)), at))
             at = stop
         return Batch(self._scratch[:nbytes], tuple(placed), wrong)
 
-    def _inflate(self, batch: Batch, run: _Run, at: int) -> Iterator[tuple[int, WrongChunk]]:
+    def _inflate(self, batch: Batch, part: PartRead, run: _Run, at: int) -> Iterator[tuple[int, WrongChunk]]:
         """Inflate chunks to where byte `at` of the scratch is; yields those that are wrong, which are zeros then."""
-        part = self._parts[run.span.part]
         assert part.starts is not None
         for number in range(run.span.first, run.span.first + run.span.count):
             start, stop = part.starts[number : number + 2].tolist()

@@ -10,7 +10,7 @@ digests, progress) is plain JSON at the front, which any tool shows.
     16..           header: JSON (see Header)
     then           the columns named in the header, each a zlib stream of little-endian unsigned integers
 
-Where the chunks are compressed, one column more has the length of each: then they cannot be found by counting.
+Where the chunks are compressed, one column more has the bytes of each part: they cannot be counted then (`storage.lengths`).
 
 `decode` believes nothing: whatever is wrong ends in a `FormatError`, and it never allocates more than the header's own counts
 ask for, which are capped.
@@ -23,7 +23,6 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any
 
 import google_crc32c
@@ -84,8 +83,8 @@ class PackManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     parts: list[Part]
     digests: dict[str, int]
     compressor: Compressor | None = None
-    lengths: list[int] = []
-    """Of a compressed pack, the stored bytes of each chunk, in the order they lie."""
+    stored: list[int] = []
+    """Of a compressed pack, the bytes of each part, in the order of `parts`."""
 
     def encode(self) -> bytes:
         """As JSON, for sending."""
@@ -115,8 +114,6 @@ class Header(Struct, frozen=True, kw_only=True, omit_defaults=True):
     columns: list[Column]
     progress: dict[str, Any]
     compressor: Compressor | None = None
-    num_chunks: Natural = 0
-    """Rows of the column of lengths, if there is one."""
 
 
 class Versions(Struct, frozen=True, kw_only=True):
@@ -143,8 +140,8 @@ class Manifest:
     progress: dict[str, Any]
     """The run's own record: step, data cursor, seeds. Never needed to read arrays."""
     compressor: Compressor | None = None
-    lengths: NDArray[np.uint32] | None = None
-    """Of a compressed checkpoint, the stored bytes of each chunk: part after part, as in `table`."""
+    stored: NDArray[np.int64] | None = None
+    """Of a compressed checkpoint, the bytes of each part, as in `table`: its chunks, and the table of their lengths."""
     format_version: int = PLAIN_VERSION
     min_reader: int = PLAIN_VERSION
 
@@ -158,19 +155,6 @@ class Manifest:
         """What all chunks have uncompressed, checksums included."""
         sizes = np.array([math.prod(spec.tile) * spec.itemsize + CRC_BYTES for spec in self.arrays], np.int64)
         return int((chunk_counts(self.table, self.arrays) * sizes[self.table.array]).sum()) if len(self.table) else 0
-
-    @cached_property
-    def _first_chunks(self) -> NDArray[np.int64]:
-        counts = chunk_counts(self.table, self.arrays)
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-
-    def chunk_starts(self, row: int) -> NDArray[np.int64] | None:
-        """Where each chunk of a part begins in its pack, and where the last one ends; None where all have one size."""
-        if self.lengths is None:
-            return None
-        first, last = self._first_chunks[row : row + 2].tolist()
-        steps = self.lengths[first:last].astype(np.int64)
-        return np.cumsum(np.concatenate([self.table.position[row : row + 1], steps]))
 
     @property
     def parts(self) -> Iterator[tuple[PackInfo, Part]]:
@@ -195,11 +179,11 @@ class Manifest:
         """Which rules of the format it breaks; the exact tiling of each array is `merge`'s and the reader's business."""
         found = [p for spec in self.arrays for p in spec_problems(spec)] + _name_problems(self)
         found = found or _compression_problems(self)
-        return found or table_problems(self.table, self.arrays, [p.nbytes for p in self.packs], self.lengths)
+        return found or table_problems(self.table, self.arrays, [p.nbytes for p in self.packs], self.stored)
 
     def encode(self) -> bytes:
         """The manifest's bytes."""
-        columns, streams = write_columns(self.table, self.lengths)
+        columns, streams = write_columns(self.table, self.stored)
         header = Header(
             format="ftrain-checkpoint",
             format_version=self.format_version,
@@ -216,7 +200,6 @@ class Manifest:
             columns=columns,
             progress=self.progress,
             compressor=self.compressor,
-            num_chunks=0 if self.lengths is None else len(self.lengths),
         )
         raw = msgspec.json.encode(header)
         body = b"".join([struct.pack("<I", len(raw)), raw, *streams])
@@ -228,9 +211,9 @@ def decode(data: bytes, *, key: str = "manifest") -> Manifest:
     header, rest = _split(data, key)
     if header.format != "ftrain-checkpoint":
         raise FormatError(f"{key} is not a checkpoint manifest", key)
-    num_chunks = header.num_chunks if header.compressor else None
-    table, lengths = read_columns(
-        rest, header.columns, ndim=header.ndim, num_parts=header.num_parts, num_chunks=num_chunks, key=key
+    compressed = header.compressor is not None
+    table, stored = read_columns(
+        rest, header.columns, ndim=header.ndim, num_parts=header.num_parts, compressed=compressed, key=key
     )
     manifest = Manifest(
         step=header.step,
@@ -243,7 +226,7 @@ def decode(data: bytes, *, key: str = "manifest") -> Manifest:
         digests=_digests(header, key),
         progress=header.progress,
         compressor=header.compressor,
-        lengths=lengths,
+        stored=stored,
         format_version=header.format_version,
         min_reader=header.min_reader,
     )

@@ -79,7 +79,7 @@ def join(
         digests={name: gathered.digests.get(name, 0) for name in names},
         progress=progress,
         compressor=gathered.compressor,
-        lengths=gathered.all_lengths(),
+        stored=gathered.all_stored(),
         format_version=gathered.version,
         min_reader=gathered.version,
     )
@@ -97,7 +97,7 @@ class _Gathered:
         self.tables: list[PartTable] = []
         self.packs: list[PackInfo] = []
         self.compressor: Compressor | None = None
-        self.lengths: list[NDArray[np.uint32]] = []
+        self.stored: list[int] = []
         self.problems: list[str] = []
 
     def add(self, delivery: PackManifest) -> None:
@@ -111,27 +111,29 @@ class _Gathered:
         if odd:
             self.problems.append(f"{delivery.pack.name}: parts or digests that do not fit its arrays: {', '.join(sorted(odd))}")
         elif delivery.parts:
-            self._add_chunks(delivery)
+            self._add_sizes(delivery)
             self.tables.append(PartTable.of(delivery.parts, self.number, len(self.packs)))
             self.packs.append(delivery.pack)
 
-    def _add_chunks(self, delivery: PackManifest) -> None:
-        """The lengths of its chunks: all packs are compressed alike, or none is (an array has one codec in the Zarr view)."""
+    def _add_sizes(self, delivery: PackManifest) -> None:
+        """The sizes of its parts: all packs are compressed alike, or none is (an array has one codec in the Zarr view)."""
         if not self.packs:
             self.compressor = delivery.compressor
         elif self.compressor != delivery.compressor:
             said = f"{delivery.compressor or 'not at all'}, and {self.packs[0].name}: {self.compressor or 'not at all'}"
             self.problems.append(f"{delivery.pack.name} is compressed: {said}")
-        self.lengths.append(np.array(delivery.lengths, np.uint32))
+        if delivery.compressor is not None and len(delivery.stored) != len(delivery.parts):
+            self.problems.append(f"{delivery.pack.name}: sizes of {len(delivery.stored)} parts for {len(delivery.parts)}")
+        self.stored += delivery.stored
 
     @property
     def version(self) -> int:
         """Of the format."""
         return PLAIN_VERSION if self.compressor is None else COMPRESSED_VERSION
 
-    def all_lengths(self) -> NDArray[np.uint32] | None:
-        """Of every chunk of all packs, if they are compressed."""
-        return None if self.compressor is None else np.concatenate(self.lengths)
+    def all_stored(self) -> NDArray[np.int64] | None:
+        """The sizes of the parts of all packs, if they are compressed."""
+        return None if self.compressor is None else np.array(self.stored, np.int64)
 
     def table(self, names: list[str]) -> PartTable:
         """All rows, with array indices that count in the order of `names` instead of that of arrival."""

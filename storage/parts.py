@@ -25,6 +25,12 @@ Ints = NDArray[np.int64]
 MAX_NDIM = 8
 MAX_ELEMENTS = 1 << 50
 
+LENGTH_BYTES = 4
+"""Of each chunk's length in the table behind a compressed part."""
+
+MAX_TABLE_BYTES = 64 << 20
+"""Of such a table: 16 million chunks."""
+
 
 @dataclass(frozen=True, eq=False)
 class PartTable:
@@ -118,11 +124,11 @@ def spec_problems(spec: ArraySpec) -> list[str]:
 
 
 def table_problems(
-    table: PartTable, arrays: Sequence[ArraySpec], pack_nbytes: Sequence[int], lengths: NDArray[np.integer] | None = None
+    table: PartTable, arrays: Sequence[ArraySpec], pack_nbytes: Sequence[int], stored: Ints | None = None
 ) -> list[str]:
     """Which rules the boxes break, given valid specs: bounds, grid, order, overlap in a pack, number of elements in all.
 
-    `lengths`: of each chunk, where they are compressed.
+    `stored`: the bytes of each part, where they are compressed.
     """
     if table.offset.shape[1] != max((len(s.shape) for s in arrays), default=0):
         return ["the parts have another number of dimensions than the arrays"]
@@ -147,14 +153,9 @@ def table_problems(
         if len(bad):
             return [f"part {bad[0]} of {arrays[int(table.array[bad[0]])].name} {text}"]
     counts = (-(-table.shape // tiles)).prod(axis=1)
-    if lengths is None:
-        nbytes = counts * (chunk_nbytes[table.array] + CRC_BYTES)
-    else:
-        odd = _length_problems(lengths, counts, chunk_nbytes[table.array])
-        if odd:
-            return odd
-        nbytes = np.add.reduceat(lengths.astype(np.int64), np.cumsum(counts) - counts)
-    problems = _order_problems(table, nbytes, np.asarray(pack_nbytes, dtype=np.int64))
+    nbytes = counts * (chunk_nbytes[table.array] + CRC_BYTES) if stored is None else stored
+    odd = [] if stored is None else _stored_problems(stored, counts, chunk_nbytes[table.array])
+    problems = odd or _order_problems(table, nbytes, np.asarray(pack_nbytes, dtype=np.int64))
     return problems or _volume_problems(table, arrays)
 
 
@@ -165,13 +166,12 @@ def chunk_counts(table: PartTable, arrays: Sequence[ArraySpec]) -> Ints:
     return counts
 
 
-def _length_problems(lengths: NDArray[np.integer], counts: Ints, chunk_nbytes: Ints) -> list[str]:
-    """What is wrong with the lengths of compressed chunks, `counts` in each part, whose values have `chunk_nbytes` each."""
-    if counts.max() > len(lengths) or len(lengths) != counts.sum():  # the first also keeps the sum from overflowing
-        return [f"there are lengths of {len(lengths)} chunks for {counts.sum()}"]
-    most = np.repeat(chunk_nbytes + MAX_EXTRA_BYTES, counts)
-    bad = np.flatnonzero((lengths < MIN_STORED_BYTES) | (lengths > most))
-    return [f"chunk {bad[0]} has {lengths[bad[0]]} bytes"] if len(bad) else []
+def _stored_problems(stored: Ints, counts: Ints, chunk_nbytes: Ints) -> list[str]:
+    """What is wrong with the sizes of compressed parts: of `counts` chunks, whose values have `chunk_nbytes` each."""
+    table = LENGTH_BYTES * counts + CRC_BYTES
+    least, most = MIN_STORED_BYTES * counts + table, (chunk_nbytes + MAX_EXTRA_BYTES) * counts + table
+    bad = np.flatnonzero((stored < least) | (stored > most) | (table > MAX_TABLE_BYTES))
+    return [f"part {bad[0]} has {counts[bad[0]]} chunks in {stored[bad[0]]} bytes"] if len(bad) else []
 
 
 def _spec_matrices(arrays: Sequence[ArraySpec], ndim: int) -> tuple[Ints, Ints, Ints]:

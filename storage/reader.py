@@ -21,6 +21,7 @@ from storage.box import Box
 from storage.errors import CoverageError, Damaged
 from storage.fetch import Batch, TileBlock, fetch, tile_blocks
 from storage.inflate import Inflater
+from storage.lengths import starts_reader
 from storage.manifest import Manifest
 from storage.objects import ObjectStore
 from storage.pack import bits_dtype, blocks, chunk_crcs, stored_crcs
@@ -66,11 +67,11 @@ def load(store: ObjectStore, manifest: Manifest, wants: Sequence[Want], *, prefi
     problems = [text for want in wants for text in _destination_problems(manifest, want)]
     if problems:
         raise CoverageError(f"destinations do not fit: {'; '.join(problems[:8])}", problems=problems)
-    plan = plan_reads(manifest, [(want.array, want.box) for want in wants], limits=LIMITS)
-    num_chunks = 0
-    inflater = Inflater(plan.parts, scratch_bytes=SCRATCH_BYTES)
+    find = starts_reader(store, manifest, prefix=prefix)
+    plan = plan_reads(manifest, [(want.array, want.box) for want in wants], limits=LIMITS, find=find)
+    num_chunks, inflater = 0, Inflater(scratch_bytes=SCRATCH_BYTES)
     for stored in fetch(store, manifest, plan.ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
-        for batch in inflater.batches(stored):
+        for batch in inflater.batches(stored, plan.parts):
             for block in tile_blocks(batch, plan.parts):
                 part = plan.parts[block.part]
                 wrong = wrong_chunks(batch, block, part)

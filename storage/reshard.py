@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,18 @@ from storage.errors import CoverageError
 from storage.manifest import Manifest
 from storage.pack import PartGeometry
 
-__all__ = ["PartRead", "PlannedRange", "ReadLimits", "ReadPlan", "Span", "cut_spans", "group_spans", "plan_reads", "rectangles"]
+__all__ = [
+    "PartRead",
+    "PlannedRange",
+    "ReadLimits",
+    "ReadPlan",
+    "Span",
+    "cut_spans",
+    "group_spans",
+    "part_read",
+    "plan_reads",
+    "rectangles",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +100,37 @@ class ReadPlan:
         return sum(r.stop - r.start for r in self.ranges)
 
 
-def plan_reads(manifest: Manifest, wants: Sequence[tuple[str, Box]], *, limits: ReadLimits) -> ReadPlan:
-    """The ranges that hold every box of `wants` (array name, box). `CoverageError` lists all that are not stored."""
+def plan_reads(
+    manifest: Manifest,
+    wants: Sequence[tuple[str, Box]],
+    *,
+    limits: ReadLimits,
+    find: Callable[[Iterable[int]], Mapping[int, NDArray[np.int64]]] = lambda rows: {},
+) -> ReadPlan:
+    """The ranges that hold every box of `wants` (array name, box). `CoverageError` lists all that are not stored.
+
+    `find` says where the chunks of compressed parts begin (`storage.lengths`), given the rows that are needed.
+    """
     touched, problems = _touched_rows(manifest, wants)
     if problems:
         raise CoverageError(f"the checkpoint does not hold what is wanted: {'; '.join(problems[:8])}", problems=problems)
-    parts, spans = list[PartRead](), list[tuple[int, Span]]()
+    parts, spans, starts = list[PartRead](), list[tuple[int, Span]](), find(sorted(touched))
     for row in sorted(touched):
-        number = int(manifest.table.array[row])
-        spec = manifest.arrays[number]
-        box = Box(*manifest.table.box(row, len(spec.shape)))
-        part = PartRead(number, box, PartGeometry.of(spec, box.shape), tuple(touched[row]), manifest.chunk_starts(row))
+        part = part_read(manifest, row, starts.get(row), tuple(touched[row]))
         pack, position = int(manifest.table.pack[row]), int(manifest.table.position[row])
         boxes = [wants[i][1] for i in part.wants]
         spans += [(pack, span) for span in _part_spans(len(parts), part, position, boxes, limits.range_bytes)]
         parts.append(part)
     wanted = sum(box.size * manifest.array(name).itemsize for name, box in wants)
     return ReadPlan(tuple(parts), tuple(group_spans(spans, limits)), wanted)
+
+
+def part_read(manifest: Manifest, row: int, starts: NDArray[np.int64] | None = None, wants: tuple[int, ...] = ()) -> PartRead:
+    """A row of the part table, to be read."""
+    number = int(manifest.table.array[row])
+    spec = manifest.arrays[number]
+    box = Box(*manifest.table.box(row, len(spec.shape)))
+    return PartRead(number, box, PartGeometry.of(spec, box.shape), wants, starts)
 
 
 def _touched_rows(manifest: Manifest, wants: Sequence[tuple[str, Box]]) -> tuple[dict[int, list[int]], list[str]]:

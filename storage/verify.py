@@ -19,16 +19,16 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.box import Box
 from storage.digest import MASK, digest_tiles
 from storage.errors import Damaged, FormatError, ObjectMissing
 from storage.fetch import Batch, TileBlock, fetch, tile_blocks
 from storage.inflate import Inflater
+from storage.lengths import starts_reader, stored_starts
 from storage.manifest import Manifest, PackInfo
 from storage.objects import ObjectStore
-from storage.pack import CRC_BYTES, PartGeometry
+from storage.pack import CRC_BYTES
 from storage.reader import LIMITS, SCRATCH_BYTES, Progress, block_corner, damage, wrong_chunks
-from storage.reshard import PartRead, PlannedRange, Span, cut_spans
+from storage.reshard import PartRead, PlannedRange, Span, cut_spans, part_read
 from storage.zarr_view import is_reference_of, stored_views
 
 __all__ = ["Problem", "VerifyReport", "verify", "view_problems"]
@@ -81,6 +81,17 @@ class _Findings:
         """Of the checksums of the compressed chunks that were read of a pack so far."""
         self.digests: dict[str, int] = defaultdict(int)
 
+    def parts(self, rows: range, found: Iterator[tuple[int, NDArray[np.int64] | Damaged]]) -> dict[int, PartRead]:
+        """What can be read of a pack, given where the chunks of its compressed parts begin: a table may be damaged, too."""
+        starts, lost = dict[int, NDArray[np.int64]](), set[int]()
+        for row, each in found:
+            if isinstance(each, Damaged):
+                self.problems.append(Problem(str(each), each.array, each.pack, each.offset))
+                lost.add(row)
+            else:
+                starts[row] = each
+        return {row: part_read(self.manifest, row, starts.get(row)) for row in rows if row not in lost}
+
     def take(self, batch: Batch, parts: dict[int, PartRead], inflater: Inflater) -> None:
         """Check some ranges."""
         for planned, start in batch.placed:
@@ -91,7 +102,7 @@ class _Findings:
                 at = span.stop
             self._gap(planned, data, at, planned.stop)
             self.read_bytes += planned.stop - planned.start
-        for plain in inflater.batches(batch):
+        for plain in inflater.batches(batch, parts):
             for block in tile_blocks(plain, parts):
                 self._block(plain, block, parts[block.part])
 
@@ -151,10 +162,10 @@ def verify(
     if not 0.0 < sample <= 1.0:
         raise ValueError(f"sample is a share between 0 and 1, got {sample}")
     findings, draw = _Findings(manifest), random.Random(seed)
-    parts, rows = dict(_all_parts(manifest)), _rows_by_pack(manifest)
-    inflater = Inflater(parts, scratch_bytes=SCRATCH_BYTES)
+    rows, inflater = _rows_by_pack(manifest), Inflater(scratch_bytes=SCRATCH_BYTES)
     for number, info in enumerate(manifest.packs):
         findings.problems += _size_problems(store, prefix + info.name, info.name, info.nbytes)
+        parts = findings.parts(rows[number], stored_starts(store, manifest, rows[number], prefix=prefix))
         ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if draw.random() < sample]
         try:
             for batch in fetch(store, manifest, ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
@@ -172,30 +183,41 @@ def verify(
     return findings.report(complete=sample == 1.0)
 
 
-def _all_parts(manifest: Manifest) -> Iterator[tuple[int, PartRead]]:
-    for row in range(len(manifest.table)):
-        number = int(manifest.table.array[row])
-        spec = manifest.arrays[number]
-        box = Box(*manifest.table.box(row, len(spec.shape)))
-        yield row, PartRead(number, box, PartGeometry.of(spec, box.shape), (), manifest.chunk_starts(row))
-
-
 def _rows_by_pack(manifest: Manifest) -> list[range]:
     edges = np.searchsorted(manifest.table.pack, np.arange(len(manifest.packs) + 1)).tolist()
     return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _pack_ranges(manifest: Manifest, pack: int, rows: range, parts: dict[int, PartRead]) -> Iterator[PlannedRange]:
-    """Ranges that together are the whole pack, cut between chunks."""
+    """Ranges that together are the whole pack, cut between chunks; of parts that are not in `parts` nothing."""
     start, spans = 0, list[Span]()
     for row in rows:
-        part, position = parts[row], int(manifest.table.position[row])
-        for span in cut_spans(row, part, position, range(part.geometry.num_chunks), LIMITS.range_bytes):
+        position = int(manifest.table.position[row])
+        if row not in parts:
+            if position > start:
+                yield PlannedRange(pack, start, position, tuple(spans))
+            start, spans = _end(manifest, row), []
+            continue
+        for span in _spans(manifest, row, parts[row], position):
             if spans and span.stop - start > LIMITS.range_bytes:
                 yield PlannedRange(pack, start, spans[-1].stop, tuple(spans))
                 start, spans = spans[-1].stop, []
             spans.append(span)
     yield PlannedRange(pack, start, manifest.packs[pack].nbytes, tuple(spans))
+
+
+def _spans(manifest: Manifest, row: int, part: PartRead, position: int) -> Iterator[Span]:
+    """The chunks of a part, and the table behind compressed ones, as a span of no chunk."""
+    count = part.geometry.num_chunks
+    yield from cut_spans(row, part, position, range(count), LIMITS.range_bytes)
+    if part.starts is not None:
+        yield Span(row, count, 0, int(part.starts[-1]), _end(manifest, row))
+
+
+def _end(manifest: Manifest, row: int) -> int:
+    """Where a compressed part ends."""
+    assert manifest.stored is not None
+    return int(manifest.table.position[row] + manifest.stored[row])
 
 
 def _size_problems(store: ObjectStore, key: str, pack: str, nbytes: int) -> list[Problem]:
@@ -209,12 +231,18 @@ def _size_problems(store: ObjectStore, key: str, pack: str, nbytes: int) -> list
 def view_problems(store: ObjectStore, manifest: Manifest, *, prefix: str) -> list[Problem]:
     """Whether the stored Zarr view is the one that the manifest makes, wherever it says the packs are."""
     problems = []
-    for name, wanted in stored_views(store, manifest, prefix=prefix, base_url=""):
-        try:
-            same = is_reference_of(store.get(prefix + name, max_bytes=MAX_VIEW_BYTES), wanted, key=prefix + name)
-        except (FormatError, ObjectMissing) as problem:
-            problems.append(Problem(f"the Zarr view {prefix}{name} cannot be read: {problem}"))
-            continue
-        if not same:
-            problems.append(Problem(f"{prefix}{name} is not the Zarr view of this checkpoint"))
+    find = starts_reader(store, manifest, prefix=prefix)
+    try:
+        for name, wanted in stored_views(store, manifest, prefix=prefix, base_url="", find=find):
+            problems += _one_view(store, prefix + name, wanted)
+    except Damaged as problem:
+        problems.append(Problem(f"the Zarr view cannot be compared: {problem}"))
     return problems
+
+
+def _one_view(store: ObjectStore, key: str, wanted: bytes) -> list[Problem]:
+    try:
+        same = is_reference_of(store.get(key, max_bytes=MAX_VIEW_BYTES), wanted, key=key)
+    except (FormatError, ObjectMissing) as problem:
+        return [Problem(f"the Zarr view {key} cannot be read: {problem}")]
+    return [] if same else [Problem(f"{key} is not the Zarr view of this checkpoint")]

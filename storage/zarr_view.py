@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from storage.compress import Compressor
 from storage.errors import FormatError
@@ -64,36 +65,51 @@ BFLOAT16_CODEC = "ftrain.bfloat16"
 CHECKSUM = ',"crc32c":"00000000"}'
 """What a reference file ends in, with the digits of its checksum."""
 
+Find = Callable[[Iterable[int]], Mapping[int, NDArray[np.int64]]]
+
+
+def nothing_found(rows: Iterable[int]) -> Mapping[int, NDArray[np.int64]]:
+    """Of plain checkpoints."""
+    return {}
+
+
 _CHUNK = re.compile(r"\{\{u\}\}/[A-Za-z0-9_][A-Za-z0-9._-]*$")
 
 
-def reference_files(manifest: Manifest, *, base_url: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the reference files that come with the commit of a checkpoint in `base_url`."""
+def reference_files(manifest: Manifest, *, base_url: str, find: Find = nothing_found) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the reference files that come with the commit of a checkpoint in `base_url`.
+
+    `find` says where compressed chunks begin (`storage.lengths`), here as in all functions of this module.
+    """
     if num_chunks(manifest) <= MAX_GROUP_CHUNKS:
-        yield view_name(manifest.epoch, manifest.attempt), reference_json(manifest, base_url=base_url)
+        yield view_name(manifest.epoch, manifest.attempt), reference_json(manifest, base_url=base_url, find=find)
     elif num_chunks(manifest) <= MAX_COMMIT_CHUNKS:
-        yield from array_files(manifest, [spec.name for spec in manifest.arrays], base_url=base_url)
+        yield from array_files(manifest, [spec.name for spec in manifest.arrays], base_url=base_url, find=find)
 
 
-def array_files(manifest: Manifest, arrays: Collection[str], *, base_url: str) -> Iterator[tuple[str, bytes]]:
+def array_files(
+    manifest: Manifest, arrays: Collection[str], *, base_url: str, find: Find = nothing_found
+) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the reference files of single arrays, each made when it is asked for."""
     for number, spec in enumerate(manifest.arrays):
         if spec.name in arrays:
-            refs = [_entry("zarr.json", array_metadata(spec, manifest.compressor)), *_chunk_refs(manifest, number, "")]
+            refs = [_entry("zarr.json", array_metadata(spec, manifest.compressor)), *_chunk_refs(manifest, number, "", find)]
             yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
 
 
-def stored_views(store: ObjectStore, manifest: Manifest, *, prefix: str, base_url: str) -> Iterator[tuple[str, bytes]]:
+def stored_views(
+    store: ObjectStore, manifest: Manifest, *, prefix: str, base_url: str, find: Find
+) -> Iterator[tuple[str, bytes]]:
     """What the reference files of a checkpoint must hold: those that come with the commit, and those that were added since."""
-    yield from reference_files(manifest, base_url=base_url)
+    yield from reference_files(manifest, base_url=base_url, find=find)
     if num_chunks(manifest) > MAX_COMMIT_CHUNKS:
         names = {prefix + view_name(manifest.epoch, manifest.attempt, spec.name): spec.name for spec in manifest.arrays}
         stem = (prefix + view_name(manifest.epoch, manifest.attempt)).removesuffix(".json") + "/"
         added = {names[info.key] for info in store.list(stem) if info.key in names}
-        yield from array_files(manifest, added, base_url=base_url)
+        yield from array_files(manifest, added, base_url=base_url, find=find)
 
 
-def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
+def reference_json(manifest: Manifest, *, base_url: str, find: Find = nothing_found) -> bytes:
     """The reference file of the whole checkpoint, as one Zarr group."""
     names = [spec.name for spec in manifest.arrays]
     groups = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
@@ -103,7 +119,7 @@ def reference_json(manifest: Manifest, *, base_url: str) -> bytes:
     refs = [_entry("zarr.json", root | {"consolidated_metadata": _consolidated(metadata)})]
     refs += [_entry(f"{name}/zarr.json", content) for name, content in metadata.items()]
     for number, name in enumerate(names):
-        refs += _chunk_refs(manifest, number, f"{name}/")
+        refs += _chunk_refs(manifest, number, f"{name}/", find)
     return _reference(refs, base_url)
 
 
@@ -164,13 +180,15 @@ def _entry(key: str, content: dict[str, Any]) -> str:
     return f'"{key}":{msgspec.json.encode(_text(content)).decode()}'
 
 
-def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Iterator[str]:
+def _chunk_refs(manifest: Manifest, number: int, prefix: str, find: Find) -> Iterator[str]:
     """`"key":[pack, byte offset, length]` for the chunks of one array, in the order they lie.
 
     Written as text at once (names have no character that JSON escapes): a commit with 100,000 chunks makes as many of these.
     """
     spec, table = manifest.arrays[number], manifest.table
-    for row in table.rows_of(number).tolist():
+    rows = table.rows_of(number).tolist()
+    found = find(rows)
+    for row in rows:
         offset, shape = table.box(row, len(spec.shape))
         geometry = PartGeometry.of(spec, shape)
         names = [f'"{prefix}c']
@@ -178,7 +196,7 @@ def _chunk_refs(manifest: Manifest, number: int, prefix: str) -> Iterator[str]:
             cells = [f"/{cell}" for cell in range(start // tile, start // tile + count)]
             names = [name + cell for name in names for cell in cells]
         middle = f'":["{{{{u}}}}/{manifest.packs[int(table.pack[row])].name}",'
-        starts = manifest.chunk_starts(row)
+        starts = found.get(row)
         if starts is None:
             starts = int(table.position[row]) + geometry.stride * np.arange(geometry.num_chunks + 1)
         places = itertools.pairwise(starts.tolist())

@@ -1,14 +1,13 @@
 """A second reader of format versions 1 and 2, written from docs/format.md alone: it shares no code with `storage`.
 
 If this file has to change for a checkpoint that `storage` wrote, the format has changed. (Version 2 is compressed: the dozen
-lines that name `lengths`. Blosc itself is numcodecs', which is nobody's of us.)
+lines that name `compressed`. Blosc itself is numcodecs', which is nobody's of us.)
 """
 
 import json
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     assert [len(p) for p in packs] == [pack["nbytes"] for pack in header["packs"]]
     arrays = {a["name"]: np.zeros(a["shape"], f"<u{ITEM_BYTES[a['dtype']]}") for a in header["arrays"]}
     seen = {name: np.zeros(values.shape, int) for name, values in arrays.items()}
-    lengths = iter(columns["length"]) if "compressor" in header else None
+    compressed = "compressor" in header
     sums: dict[int, bytes] = {}
     for row in range(header["num_parts"]):
         spec = header["arrays"][columns["array"][row]]
@@ -91,10 +90,10 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         box = [(columns[f"offset{k}"][row], columns[f"shape{k}"][row]) for k in range(ndim)]
         at = 64 * columns["position"][row]
         number = columns["pack"][row]
-        found = place_part(packs[number], at, spec, box, (arrays[spec["name"]], seen[spec["name"]]), lengths)
+        end = at + columns["stored"][row] if compressed else None
+        found = place_part(packs[number], (at, end), spec, box, (arrays[spec["name"]], seen[spec["name"]]))
         sums[number] = sums.get(number, b"") + found
-    if lengths is not None:
-        assert next(lengths, None) is None
+    if compressed:
         assert [f"{crc32c(sums[i]):08x}" for i in range(len(packs))] == [p["chunks_crc32c"] for p in header["packs"]]
     assert all((count == 1).all() for count in seen.values()), "the boxes do not tile"
     for name, values in arrays.items():
@@ -103,16 +102,23 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def place_part(
-    pack: bytes, at: int, spec: dict[str, Any], box: list[tuple[int, int]], into: tuple[Any, Any], lengths: Iterator[int] | None
+    pack: bytes, ends: tuple[int, int | None], spec: dict[str, Any], box: list[tuple[int, int]], into: tuple[Any, Any]
 ) -> bytes:
     """Put the chunks of a part where they belong; returns their checksums."""
-    (values, seen), tile, shape, sums = into, spec["tile"], spec["shape"], b""
+    (values, seen), tile, shape, sums, (at, compressed) = into, spec["tile"], spec["shape"], b"", ends
     nbytes = int(np.prod(tile)) * values.itemsize
-    for cell in product(*(range(-(-n // t)) for (_, n), t in zip(box, tile, strict=True))):
-        end = at + (nbytes + 4 if lengths is None else next(lengths))
+    cells = list(product(*(range(-(-n // t)) for (_, n), t in zip(box, tile, strict=True))))
+    lengths = [nbytes + 4] * len(cells)
+    if compressed is not None:
+        table = pack[compressed - 4 * len(cells) - 4 : compressed]
+        assert crc32c(table[:-4]) == int.from_bytes(table[-4:], "little")
+        lengths = np.frombuffer(table[:-4], "<u4").tolist()
+        assert at + sum(lengths) + len(table) == compressed
+    for cell, length in zip(cells, lengths, strict=True):
+        end = at + length
         chunk, stored = pack[at : end - 4], pack[end - 4 : end]
         assert crc32c(chunk) == int.from_bytes(stored, "little"), f"{spec['name']} at byte {at}"
-        if lengths is not None:
+        if compressed is not None:
             chunk = blosc.decompress(chunk)
             assert len(chunk) == nbytes
         start = [o + c * t for (o, _), c, t in zip(box, cell, tile, strict=True)]

@@ -1,6 +1,7 @@
 """Compressed checkpoints: the same values and digests in fewer bytes, and nothing that a hostile one could do."""
 
 import random
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from storage.deflate import Deflated
 from storage.diff import diff
 from storage.errors import CoverageError, Damaged, FormatError
 from storage.keys import pack_name, step_folder
+from storage.lengths import encode_lengths, read_starts
 from storage.local import LocalStore
 from storage.manifest import MAGIC, PackInfo, PackManifest, decode
 from storage.memory import MemoryStore
@@ -106,14 +108,14 @@ def test_zeros_inflate_in_bounded_memory() -> None:
     spec = ArraySpec(name="exp_avg/w", shape=(64 << 10, 1 << 10), dtype="float32", tile=(1 << 10, 1 << 10))
     layout = plan_pack({spec.name: spec}, [(spec.name, Box.whole(spec.shape))])
     chunk = compress(np.zeros(4 << 20, np.uint8), LZ4, 4)
-    data = chunk * 64
+    data = chunk * 64 + encode_lengths([len(chunk)] * 64)
     delivery = PackManifest(
         pack=PackInfo(name=pack_name(0, 0, 0), nbytes=len(data), chunks_crc32c=f"{google_crc32c.value(chunk[-4:] * 64):08x}"),
         arrays=[spec],
         parts=list(layout.parts),
         digests={spec.name: 0},
         compressor=LZ4,
-        lengths=[len(chunk)] * 64,
+        stored=[len(data)],
     )
     run = RunStore(MemoryStore())
     epoch = run.take_epoch(owner={})
@@ -160,8 +162,8 @@ def test_a_stream_can_be_read_again_and_describes_the_last_reading() -> None:
     described = deflated.described(plain)
     assert again == first
     assert described.pack.nbytes == len(first)
-    assert len(described.lengths) == 44
     assert described.parts[0].position == 0
+    assert described.parts[-1].position + described.stored[-1] == len(first)
     assert PackManifest.decode(described.encode()) == described
 
 
@@ -211,8 +213,7 @@ def rewritten(change: Callable[[dict[str, Any]], None]) -> bytes:
         ("compressor", {"name": "blosc", "clevel": 77}, "cannot be parsed"),
         ("compressor", None, "unknown columns"),
         ("min_reader", 1, "a reader of version 1 may read it"),
-        ("num_chunks", 3, "does not have 3 rows"),
-        ("num_chunks", 2**40, "claims"),
+        ("num_parts", 3, "does not have 3 rows"),
         ("packs", [{"name": "e0000-a0000-r00000.pack", "nbytes": 9999}] * 2, "not unique"),
     ],
 )
@@ -230,17 +231,46 @@ def test_a_compressed_pack_has_a_checksum_of_its_chunks(crc32c: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda lengths: lengths[:-1], "for 44"),
-        (lambda lengths: lengths + 5000, "chunk 0 has"),
-        (lambda lengths: lengths * 0 + 3, "chunk 0 has 3 bytes"),
-        (lambda lengths: lengths + 20, r"overlap|past the end|chunk \d+ has"),
+        (lambda stored: stored + 100_000, "part 0 has"),
+        (lambda stored: stored * 0 + 30, "chunks in 30 bytes"),
+        (lambda stored: stored + 64 * (np.arange(len(stored)) == 0), "overlap|past the end|part 0 has"),
     ],
 )
-def test_lengths_that_cannot_be_are_refused(change: Callable[[Any], Any], why: str) -> None:
+def test_sizes_that_cannot_be_are_refused(change: Callable[[Any], Any], why: str) -> None:
     manifest = write_packs(MemoryStore(), VALUES, step=1, epoch=0, compressor=LZ4)
-    assert manifest.lengths is not None
     with pytest.raises(FormatError, match=why):
-        decode(replace(manifest, lengths=change(manifest.lengths).astype(np.uint32)).encode())
+        decode(replace(manifest, stored=change(manifest.stored)).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda lengths: [lengths[0] + 1, *lengths[1:]], "has lengths that cannot be"),
+        (lambda lengths: [lengths[0] + 4, lengths[1] - 4, *lengths[2:]], "the chunk at byte"),
+        (lambda lengths: [19, lengths[1] + lengths[0] - 19, *lengths[2:]], "has lengths that cannot be"),
+        (lambda lengths: [2**32 - 1, *lengths[1:]], "has lengths that cannot be"),
+    ],
+    ids=["sum", "cut", "short", "long"],
+)
+def test_a_table_that_lies_is_damage(change: Callable[[list[int]], list[int]], why: str) -> None:
+    """Behind a right checksum of its own."""
+    run = run_with(LZ4)
+    checkpoint = run.open()
+    manifest = checkpoint.manifest
+    row = next(row for row, (_, part) in enumerate(manifest.parts) if part.array == "master/layers.0.wq")
+    assert manifest.stored is not None
+    starts = read_starts(run.store, manifest, [row], prefix=checkpoint.prefix)[row]
+    table = encode_lengths(change(np.diff(starts).tolist()))
+    key = checkpoint.prefix + manifest.packs[int(manifest.table.pack[row])].name
+    data, end = bytearray(run.store.get(key)), int(manifest.table.position[row] + manifest.stored[row])
+    data[end - len(table) : end] = table
+    run.store.put(key, bytes(data))
+    with pytest.raises(Damaged, match=why) as caught:
+        checkpoint.read("master/layers.0.wq")
+    assert caught.value.pack == key.rpartition("/")[2]
+    problems = [problem for problem in checkpoint.verify().problems if problem.pack]
+    assert problems
+    assert all(re.search(why, problem.reason) for problem in problems), problems
 
 
 def stored(frame: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -320,9 +350,7 @@ def test_a_chunk_that_inflates_to_other_values_is_found_by_its_digest() -> None:
     checkpoint = run.open()
     manifest = checkpoint.manifest
     row = next(row for row, (_, part) in enumerate(manifest.parts) if part.array == "master/norm")
-    starts = manifest.chunk_starts(row)
-    assert starts is not None
-    start, stop = starts.tolist()
+    start, stop = read_starts(run.store, manifest, [row], prefix=checkpoint.prefix)[row].tolist()
     key = checkpoint.prefix + manifest.packs[int(manifest.table.pack[row])].name
     other = compress((VALUES["master/norm"] ^ np.uint32(1)).view(np.uint8), LZ4, 4)
     assert len(other) == stop - start

@@ -10,6 +10,7 @@ from storage.heal import heal
 from storage.keys import step_folder
 from storage.memory import MemoryStore
 from storage.objects import ByteRange
+from storage.pack import PartGeometry
 from storage.run import RunStore
 from storage.testing import flip_bit, swap, zero
 from tests.storage import building
@@ -51,6 +52,18 @@ def test_identical_bytes_come_back_however_the_donor_is_compressed(store: ClockS
     report = heal(store, 10, [donor(compressor).open()])
     assert contents(store) == before
     assert report.num_chunks > 0
+
+
+def test_a_damaged_table_of_lengths_comes_back(store: ClockStore) -> None:
+    """Then nothing of that part can be found here, and all of it comes from the donor; the other parts stay."""
+    before, manifest = contents(store), RunStore(store).open(10).manifest
+    assert manifest.stored is not None
+    end = int(manifest.table.position[1] + manifest.stored[1])
+    key = step_folder(10) + manifest.packs[int(manifest.table.pack[1])].name
+    flip_bit(store, key, 8 * (end - 9))
+    spec, part = manifest.arrays[int(manifest.table.array[1])], manifest.table.part(1, manifest.arrays)
+    assert heal(store, 10, [donor(None).open()]).num_chunks == PartGeometry.of(spec, part.shape).num_chunks
+    assert contents(store) == before
 
 
 def test_an_uncompressed_pack_is_healed_from_a_compressed_copy() -> None:

@@ -149,8 +149,9 @@ def in_a_gap(run: RunStore, key: str, good: bytes) -> bool:
     manifest = run.open(10).manifest
     for row, (pack, part) in enumerate(manifest.parts):
         if key.endswith(pack.name):
-            starts, plain = manifest.chunk_starts(row), PartGeometry.of(LARGE[part.array], part.shape).nbytes
-            wrong -= set(range(part.position, part.position + plain if starts is None else int(starts[-1])))
+            plain = PartGeometry.of(LARGE[part.array], part.shape).nbytes
+            nbytes = plain if manifest.stored is None else int(manifest.stored[row])
+            wrong -= set(range(part.position, part.position + nbytes))
     return bool(wrong)
 
 

@@ -83,7 +83,7 @@ def test_show_says_what_compression_saved(run: RunStore, monkeypatch: pytest.Mon
     save(run, smooth_values(COMPRESSIBLE, 1), step=40, epoch=1, compressor=Compressor(cname="zstd", clevel=1))
     found = facts("show", f"{run.store.url}@40")
     assert found["compressor"] == "zstd 1"
-    assert found["ratio"] == found["plain_nbytes"] / found["nbytes"] > 1.05
+    assert found["ratio"] == found["plain_nbytes"] / found["nbytes"] > 1.02
     assert f"compressed        zstd 1: {found['ratio']:.2f} to 1" in told("show", f"{run.store.url}@40")
     plain = facts("show", f"{run.store.url}@10")
     assert plain["compressor"] == ""
