@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     args = common.options(__doc__.splitlines()[0], rounds=7).parse_args(argv)
     with common.scratch(args.dir) as folder:
-        result = run(folder, rounds=2 if args.tiny else args.rounds, tiny=args.tiny)
+        result = run(folder, rounds=1 if args.tiny else args.rounds, tiny=args.tiny)
     rows = [
         (case, f"{1000 * record['median_s']:.1f} ms, cpu {1000 * record['median_cpu_s']:.1f} ms")
         for case, record in result["cases"].items()

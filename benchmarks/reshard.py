@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     args = common.options(__doc__.splitlines()[0], rounds=5).parse_args(argv)
     with common.scratch(args.dir) as folder:
-        result = run(folder, rounds=2 if args.tiny else args.rounds, tiny=args.tiny)
+        result = run(folder, rounds=1 if args.tiny else args.rounds, tiny=args.tiny)
     keys = ("bytes_read_over_needed", "dcp_wall_over_ours", "dcp_cpu_over_ours", "peak_memory_over_state")
     rows = [(f"{pair}: {key}", found[key]) for pair, found in result["pairs"].items() for key in keys]
     common.emit(result, quiet=args.json, rows=rows)

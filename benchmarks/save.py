@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compressor = compressor_named(args.compression, args.level)
     with common.scratch(args.dir) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP notes that it runs in one process
-        result = run(folder, rounds=2 if args.tiny else args.rounds, tiny=args.tiny, seed=args.seed, compressor=compressor)
+        result = run(folder, rounds=1 if args.tiny else args.rounds, tiny=args.tiny, seed=args.seed, compressor=compressor)
     rows = [(case, f"{r['median_s']:.3f} s, cpu {r['cpu_s_per_gib']} s/GiB") for case, r in result["cases"].items()]
     figures = ("cpu_s_per_gib", "cpu_s_per_gib_with_digest", "wall_over_plain_fsync", "dcp_wall_over_ours")
     rows += [(f"compression {name}", value) for name, value in result.get("compression", {}).items()]
