@@ -33,6 +33,7 @@ from recovery.events import ProcessKind
 from recovery.heartbeat import CONTROL_SIZE, ControlWriter
 from recovery.helper import Callbacks, Helper
 from recovery.launch import Spawn, become_subreaper, boot_id, children, descendants, python, start_time
+from recovery.logs import LogLimit
 from recovery.loop import Loop
 from recovery.memory import Areas, MemoryLimitError, memfd
 from recovery.messages import (
@@ -73,6 +74,7 @@ from recovery.wire import MAX_DESCRIPTORS, Frame
 log = logging.getLogger("recovery.agent")
 
 HEARTBEAT_S = 1.0
+LOGS_S = 5.0
 LEAVE_LIMIT_S = 5.0
 
 
@@ -94,6 +96,7 @@ class Agent:
         self._status = ExitCode.DONE
         self._early: dict[int, int] = {}  # statuses of children whose pid nobody has told us yet
         self._clues = Clues(loop, self.folder)
+        self._logs = LogLimit(os.environ)
         self._zygote = self._helper("zygote", FromZygote, self._from_zygote, self._zygote_died, self._zygote_started)
         self._keeper = self._helper("keeper", FromKeeperProcess, self._from_keeper, lambda: None, self._equip_keeper)
 
@@ -125,6 +128,7 @@ class Agent:
         self.uplink.connect()
         self.loop.every(HEARTBEAT_S, self._beat)
         self.loop.every(min(5.0, self.spec.lease_s / 8), self._check_lease)
+        self.loop.every(LOGS_S, self._look_at_logs)
         self.loop.wait_for(lambda: self.leaving)
         self._end_everything()
         return self._status
@@ -154,6 +158,13 @@ class Agent:
             self.leave(f"no coordinator for {silent_s:.1f} s, the lease is {lease_s:g} s")
 
     # children
+
+    def _look_at_logs(self) -> None:
+        crew = self.crew
+        ranks = crew.workers if crew is not None and not crew.all_ended else ()
+        told = self._logs.look([paths.rank_log(self.folder, crew.attempt, rank) for rank in ranks]) if crew is not None else ""
+        if told:
+            log.warning("%s", told)
 
     def reap(self) -> None:
         """Collect every exit status. A worker's whole process group goes with it, while its pid is still taken."""
