@@ -17,11 +17,12 @@ from storage.compress import Compressor, compress
 from storage.errors import Damaged
 from storage.lengths import encode_lengths
 from storage.manifest import PackInfo, PackManifest
-from storage.pack import ALIGNMENT, CRC_BYTES, PackLayout, Part, PartGeometry, chunk_crcs, stored_crcs
+from storage.pack import ALIGNMENT, CRC_BYTES, ArraySpec, PackLayout, Part, PartGeometry, bands, chunk_crcs, stored_crcs
 
 __all__ = ["Deflated"]
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20  # of a core's cache, as when it was sealed
 
 
 class Deflated:
@@ -44,16 +45,17 @@ class Deflated:
 
     def __iter__(self) -> Iterator[bytes]:
         self._parts, self._stored, self._nbytes, self._crc = [], [], 0, 0
-        block = bytearray()
+        pieces, size = list[bytes](), 0
         for part in sorted(self._layout.parts, key=lambda part: part.position):
             for piece in self._part(part):
-                block += piece
+                pieces.append(piece)
+                size += len(piece)
                 self._nbytes += len(piece)
-                if len(block) >= BLOCK_BYTES:
-                    yield bytes(block)
-                    block = bytearray()
-        if block:
-            yield bytes(block)
+                if size >= BLOCK_BYTES:
+                    yield b"".join(pieces)
+                    pieces, size = [], 0
+        if size:
+            yield b"".join(pieces)
 
     def _part(self, part: Part) -> Iterator[bytes]:
         """What lies before a part, its chunks, and their lengths."""
@@ -63,19 +65,29 @@ class Deflated:
         self._parts.append(structs.replace(part, position=self._nbytes + padding))
         yield bytes(padding)
         lengths = list[int]()
-        for at in range(part.position, part.position + geometry.nbytes, geometry.stride):
-            self._ready(at + geometry.stride)
-            if chunk_crcs(self._buffer, at, geometry, 1) != stored_crcs(self._buffer, at, geometry, 1):
-                raise Damaged(
-                    f"{part.array}: the chunk at byte {at} has changed in memory since it was sealed", array=part.array
-                )
-            chunk = compress(self._buffer[at : at + geometry.chunk_nbytes], self._compressor, spec.itemsize)
-            lengths.append(len(chunk))
-            self._crc = google_crc32c.extend(self._crc, chunk[-CRC_BYTES:])
-            yield chunk
+        for band in bands(spec, part, PIECE_BYTES):
+            stop = band.position + PartGeometry.of(spec, band.shape).nbytes
+            self._ready(stop)
+            self._require_sealed(spec, band)
+            for at in range(band.position, stop, geometry.stride):
+                chunk = compress(self._buffer[at : at + geometry.chunk_nbytes], self._compressor, spec.itemsize)
+                lengths.append(len(chunk))
+                self._crc = google_crc32c.extend(self._crc, chunk[-CRC_BYTES:])
+                yield chunk
         table = encode_lengths(lengths)
         self._stored.append(sum(lengths) + len(table))
         yield table
+
+    def _require_sealed(self, spec: ArraySpec, band: Part) -> None:
+        """Every chunk has the checksum that stands behind it."""
+        geometry = PartGeometry.of(spec, band.shape)
+        count = geometry.num_chunks
+        crcs = chunk_crcs(self._buffer, band.position, geometry, count)
+        wrong = np.flatnonzero(crcs != stored_crcs(self._buffer, band.position, geometry, count)).tolist()
+        if wrong:
+            at = band.position + wrong[0] * geometry.stride
+            text = f"{spec.name}: the chunk at byte {at} of the snapshot has changed in memory since it was sealed"
+            raise Damaged(text, array=spec.name)
 
     def described(self, plain: PackManifest) -> PackManifest:
         """What the writer delivers, given what it would deliver had it not been compressed."""
