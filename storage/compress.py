@@ -58,7 +58,7 @@ def compressor_named(name: str, level: int) -> Compressor | None:
 def compress(values: Bytes, compressor: Compressor, itemsize: int) -> bytes:
     """A chunk as it is stored: the values as a Blosc frame, and the frame's crc32c in four little-endian bytes.
 
-    Measured on one core, a trained state in chunks of 16 KiB: 0.9 CPU seconds per GiB with LZ4, 3 to 5 with Zstandard to level 5.
+    Measured on one core, a trained state in chunks of 16 KiB: 0.9 CPU seconds per GiB with LZ4, 3 to 5 with Zstandard up to 5.
     """
     from numcodecs import blosc
 
