@@ -11,6 +11,11 @@ its speed changes both sides alike.
 
 CPU seconds are those of the kernel's clock of each process, in ns. `ratio` is the upper end of the one-sided 95 % confidence
 interval of the median of the ratios, by order statistics: no assumption about how they are distributed.
+
+Whatever is no part of supervision is the same on both sides: engine, data, threads, environment; the ranks of a side share one
+session, by which schedulers share out the processors; finished steps are read from a page of memory (ours is the page on which
+each rank tells its progress); and memory that a step gives back stays in the process (`GLIBC_TUNABLES`): whether the C library
+returns it to the kernel, to fault it in again with the next step, is chance in each process, and half a per cent of the time.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import signal
 import socket
 import struct
@@ -33,6 +39,7 @@ from typing import Any
 import psutil
 
 from benchmarks import common
+from recovery.heartbeat import HeartbeatReader
 
 STEPS = 30  # of a block: three snapshots, and eight seconds, so that being stopped and woken is no part of what is measured
 RANKS = 2
@@ -104,8 +111,7 @@ class Ours(Side):
     """`ftrain run`, with all that comes along."""
 
     def __init__(self, folder: Path, config: Path, log: Path) -> None:
-        self._metrics = folder / "run" / "local" / "metrics.jsonl"
-        self._end, self._lines = 0, 0
+        self._page: HeartbeatReader | None = None
         with log.open("wb") as out:
             argv = [sys.executable, "-P", "-m", "ftrain.cli.entry", "run", str(config)]
             self._parent = subprocess.Popen(argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment())
@@ -117,13 +123,18 @@ class Ours(Side):
         return [parent.pid, *(child.pid for child in parent.children(recursive=True))]
 
     def steps(self) -> int:
-        """Lines of the metrics file; only what is new is read."""
-        with contextlib.suppress(FileNotFoundError), self._metrics.open("rb") as file:
-            file.seek(self._end)
-            new = file.read()
-            self._end += len(new)
-            self._lines += new.count(b'"t_end"') if b"\n" in new else 0
-        return self._lines
+        """What rank 0 has written on the progress page, a memory file that the agent holds open."""
+        if self._page is None:
+            self._page = next(map(HeartbeatReader, self._pages()), None)
+        beat = self._page.read(0) if self._page is not None else None
+        return max(0, beat.step - 1) if beat is not None else 0
+
+    def _pages(self) -> Iterator[int]:
+        for pid in self.processes():
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(link).startswith("/memfd:heartbeat"):
+                        yield os.open(link, os.O_RDONLY)
 
 
 class Bare(Side):
@@ -134,23 +145,21 @@ class Bare(Side):
         self._page.write_bytes(bytes(8))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        ranks = (
+            shlex.join(common.python("benchmarks.overhead_rank", str(config), str(rank), str(port), str(self._page)))
+            for rank in range(RANKS)
+        )
         with log.open("wb") as out:
-            self._ranks = [
-                subprocess.Popen(
-                    common.python("benchmarks.overhead_rank", str(config), str(rank), str(port), str(self._page)),
-                    stdout=out,
-                    stderr=out,
-                    stdin=subprocess.DEVNULL,
-                    env=environment(),
-                    start_new_session=True,  # as our workers: schedulers share the processors out by session
-                )
-                for rank in range(RANKS)
-            ]
+            argv = ["sh", "-c", " & ".join([*ranks, "wait"])]
+            self._shell = subprocess.Popen(
+                argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment(), start_new_session=True
+            )
 
     def processes(self) -> list[int]:
-        if any(rank.poll() is not None for rank in self._ranks):
+        ranks = [child.pid for child in psutil.Process(self._shell.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        if self._shell.poll() is not None or len(ranks) < RANKS:
             raise RuntimeError("a bare rank has ended")
-        return [rank.pid for rank in self._ranks]
+        return [self._shell.pid, *ranks]
 
     def steps(self) -> int:
         return int(struct.unpack("<q", self._page.read_bytes())[0])
@@ -158,7 +167,8 @@ class Bare(Side):
 
 def environment() -> dict[str, str]:
     """Of both sides."""
-    return {**os.environ, **common.environment()}
+    keep = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
+    return {**os.environ, **common.environment(), "GLIBC_TUNABLES": keep}
 
 
 def cpu_s(pids: Sequence[int]) -> float:
