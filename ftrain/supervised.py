@@ -39,11 +39,16 @@ class StepTold(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     saving_s: float = 0.0
 
 
+Commit = tuple[int, int, int]
+"""A checkpoint that is in storage: its step, the attempt that has written it, and its bytes."""
+
+
 class StateLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """The state of a checkpoint was loaded; step 0: there was none."""
+    """The state of a checkpoint was loaded; step 0: there was none. `stored`: it and the newest before it."""
 
     step: int
     t: float
+    stored: tuple[Commit, ...] = ()
 
 
 class StateStored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
@@ -121,6 +126,8 @@ class Reporter:
             os.close(fd)
         os.set_inheritable(link.channel, False)
         self._pid = os.getpid()
+        self.attempt = link.attempt
+        """Which attempt of the run this process is part of."""
         self._since = time.time()
         self._saving_s = 0.0
         claim_stacks()
@@ -170,11 +177,11 @@ class Reporter:
             asked = decode_asked(frame.message.payload)
             self._last_step = asked.step if self._last_step is None else self._last_step
 
-    def loaded(self, step: int) -> None:
-        """The state of `step` is there: what follows is steps."""
+    def loaded(self, step: int, stored: tuple[Commit, ...] = ()) -> None:
+        """The state of `step` is there: what follows is steps. `stored`: it and checkpoints before it."""
         self._heartbeat.beat(STEP, step=step)
         self._since = time.time()
-        self.send(StateLoaded(step=step, t=self._since))
+        self.send(StateLoaded(step=step, t=self._since, stored=stored))
 
     def saved(self, seconds: float) -> None:
         """The step under way has waited so long for a save."""

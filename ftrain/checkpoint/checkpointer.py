@@ -32,7 +32,7 @@ from ftrain.checkpoint.pieces import Holding, Pieces, holdings_of, plan
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import encoded, merged
 from ftrain.checkpoint.script_link import Keepers, SaveError
-from ftrain.checkpoint.script_load import load_newest
+from ftrain.checkpoint.script_load import load_newest, stored_until
 from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
@@ -137,8 +137,9 @@ class Checkpointer:
         self.committed, self._newest, self._saved_any = loaded, loaded or 0, False
         found = reporter()
         if found is not None:
-            found.loaded(loaded or 0)
-        return loaded or 0
+            again = found.attempt > 0 and self._ranks.rank == 0
+            found.loaded(self._newest, stored_until(self._store, self._newest) if again else ())
+        return self._newest
 
     def _take_epoch(self, starts_from: int | None) -> None:
         """From here on this run's history is what these ranks write."""
@@ -152,7 +153,7 @@ class Checkpointer:
                 epoch = RunStore(self._store).take_epoch(
                     owner={"pid": os.getpid(), "host": os.uname().nodename}, starts_from=starts_from
                 )
-                said = msgspec.msgpack.encode(epoch)
+                said = msgspec.msgpack.encode((epoch, found.attempt if (found := reporter()) is not None else 0))
             except Exception as error:
                 problem = error
         told = self._ranks.first_says(said)
@@ -160,7 +161,8 @@ class Checkpointer:
             raise problem
         if not told:
             raise SaveError("rank 0 could not take over the run; its own error says why")
-        self._start = msgspec.structs.replace(self._start, epoch=msgspec.msgpack.decode(told, type=int))
+        epoch, attempt = msgspec.msgpack.decode(told, type=tuple[int, int])
+        self._start = msgspec.structs.replace(self._start, epoch=epoch, attempt=attempt)
         self._keepers = Keepers(self._start)
 
     # -- save ------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ log = logging.getLogger("ftrain.keeper")
 
 POLL_S = 0.01
 LONGEST_POLL_S = 1.0
-ATTEMPT = 0
 RECORD_LIMIT_S = 60.0
 
 
@@ -108,7 +107,7 @@ class ScriptKeeper:
         with self._told:
             if self._records.pop(step, None) is not None:
                 rank, epoch = self._start.rank, self._start.epoch
-                self._deliver(step, delivery_key(step, epoch, ATTEMPT, rank), Delivery(error=f"rank {rank}: {why}"))
+                self._deliver(step, delivery_key(step, epoch, self._start.attempt, rank), Delivery(error=f"rank {rank}: {why}"))
 
     def close(self) -> None:
         """Finish what is queued, with bounded patience."""
@@ -144,7 +143,7 @@ class ScriptKeeper:
             self._run_store().put(key, msgspec.msgpack.encode(delivery))
         except Exception as error:  # the rank must hear of whatever it is: a thread's error has no other listener
             delivery = Delivery(error=f"rank {self._start.rank}: {type(error).__name__}: {error}")
-        self._keeper.settled(Settled(attempt=ATTEMPT, step=step))
+        self._keeper.settled(Settled(attempt=self._start.attempt, step=step))
         self._tell(PartDone(step=step, error=delivery.error))
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ class ScriptKeeper:
         with suppress(ObjectMissing):  # by a keeper that died before it could say so: the parts are not there any more
             record = read_commit(store, step_folder(step) + commit_name(self._start.epoch))
             return CommitDone(step=step, nbytes=record.nbytes, seconds=time.monotonic() - begin)
-        keys = [delivery_key(step, self._start.epoch, ATTEMPT, rank) for rank in range(self._start.world)]
+        keys = [delivery_key(step, self._start.epoch, self._start.attempt, rank) for rank in range(self._start.world)]
         deliveries = self._await(store, keys, begin)
         errors = [each.error for each in deliveries if each.error]
         if errors:
@@ -178,7 +177,7 @@ class ScriptKeeper:
         manifest = merge(
             [part.manifest for part in parts],
             epoch=self._start.epoch,
-            attempt=ATTEMPT,
+            attempt=self._start.attempt,
             step=step,
             progress=progress_of(step, self._start.world, progress),
             created_s=time.time(),
@@ -215,7 +214,7 @@ class ScriptKeeper:
         if not policies:
             return
         try:
-            writers = frozenset({(start.epoch, ATTEMPT)})
+            writers = frozenset({(start.epoch, start.attempt)})
             RunStore(self._run_store()).collect(policies, now_s=time.time(), grace_s=start.grace_s, writers=writers)
         except Exception as error:  # nothing is lost by collecting after the next commit
             log.warning("old checkpoints are not deleted: %s", error)

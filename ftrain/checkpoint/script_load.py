@@ -16,6 +16,7 @@ from ftrain.checkpoint.bind import binder_of
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import StateError
 from ftrain.checkpoint.script_messages import RECORD
+from ftrain.supervised import Commit
 from storage.catalog import CheckpointState
 from storage.checkpoint import Checkpoint
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
@@ -23,6 +24,8 @@ from storage.objects import ObjectStore
 from storage.run import RunStore
 
 log = logging.getLogger("ftrain.checkpoint")
+
+MOST_TOLD = 64
 
 BAD = (Damaged, FormatError, CoverageError, ObjectMissing, NoCheckpoint)
 
@@ -42,6 +45,17 @@ def load_newest(
             log.warning("the checkpoint of step %d is passed over: %s", chosen, problem)
         without[chosen] = problem
     return None, without
+
+
+def stored_until(store: ObjectStore, step: int) -> tuple[Commit, ...]:
+    """The newest checkpoints up to `step` that count, in their order. Nobody has said so of those that a dead attempt's keeper
+    has committed; where the store cannot be asked just now, nobody will.
+    """
+    try:
+        found = [info for info in RunStore(store).checkpoints() if info.step <= step and info.state is CheckpointState.VALID]
+    except StorageError:
+        return ()
+    return tuple((info.step, info.attempt, info.nbytes) for info in found[-MOST_TOLD:])
 
 
 def _choose(store: ObjectStore, ranks: Ranks, step: int | None, without: dict[int, str]) -> int | None:

@@ -72,6 +72,8 @@ class KeeperStart(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world: int
     epoch: int
+    attempt: int = 0
+    """Of a supervised run; it goes into what is written."""
     upload_mib_s: float = 0.0
     compressor: Compressor | None = None
     keep_last: int = 0

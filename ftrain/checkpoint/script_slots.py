@@ -92,7 +92,9 @@ class ScriptSlots:
         self._filled = index
         slot, start = self._slots[index], self._start
         copies = self._copies_of(index, pieces, put_off)
-        slot.begin(epoch=start.epoch, attempt=0, step=step, rank=start.rank, world=start.world, upload=bool(copies.later))
+        slot.begin(
+            epoch=start.epoch, attempt=start.attempt, step=step, rank=start.rank, world=start.world, upload=bool(copies.later)
+        )
         try:
             for pairs in copies.now:
                 run_copy(pairs)

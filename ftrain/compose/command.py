@@ -47,6 +47,7 @@ class CommandDelegate(Delegate):
         self._links: Links | None = None
         self._epoch = 0
         self._attempt = -1
+        self._committed = 0  # the newest step that is known to be stored
         self._teller: int | None = None  # the rank whose steps are the run's
         self._ready = False
         self._step, self._step_t = 0, 0.0
@@ -86,7 +87,8 @@ class CommandDelegate(Delegate):
         return [started, events.EpochTaken(t=now, epoch=self._epoch)]
 
     def recall(self, state: RunState) -> None:
-        """Which nodes an earlier attempt had: their ranks stay where they were, if they can."""
+        """Which nodes an earlier attempt had: their ranks stay where they were, if they can. And what is stored."""
+        self._committed = state.committed_step or 0
         self._nodes.adopt(state.nodes, running=False)
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
@@ -177,8 +179,17 @@ class CommandDelegate(Delegate):
         if rank != self._tells(rank):
             return ()
         if isinstance(told, StateLoaded):
-            return self._is_ready(told.step, told.t)
+            return [*self._found(told), *self._is_ready(told.step, told.t)]
         return self._on_step(told)
+
+    def _found(self, told: StateLoaded) -> list[Event]:
+        """Checkpoints that were committed when their rank was dead, so that nobody could say so."""
+        if self._attempt == 0:
+            self._committed = max(self._committed, told.step)  # what was there before this run is not its own
+        fresh = [(step, writer, nbytes) for step, writer, nbytes in told.stored if step > self._committed]
+        return [
+            events.CheckpointCommitted(t=told.t, attempt=writer, step=step, nbytes=nbytes) for step, writer, nbytes in fresh
+        ]
 
     def _tells(self, rank: int) -> int:
         """One rank's steps are the run's: the first that speaks, and rank 0 as soon as it does."""
@@ -234,6 +245,8 @@ class CommandDelegate(Delegate):
             self._leave.ask()
         elif isinstance(event, events.AttemptEnded):
             self._running = False
+        elif isinstance(event, events.CheckpointCommitted):
+            self._committed = event.step
         elif isinstance(event, events.ProcessDied) and self._tails:
             self.links.wake()  # what it wrote last is read at once, before anybody judges how far it came
 

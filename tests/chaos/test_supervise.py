@@ -19,6 +19,8 @@ from recovery.events import (
     Suspected,
     steps_of,
 )
+from storage.local import LocalStore
+from storage.run import RunStore
 from tests.commands import ftrain, ftrain_json
 from tests.hooks import hook
 from tests.supervised import python, supervised
@@ -159,6 +161,10 @@ def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Pat
     assert len(run.events(InterruptionClassified)) == 1
     assert ends(out, tmp_path / "run") == undisturbed
     assert undisturbed.step == STEPS
+    store = RunStore(LocalStore(str(tmp_path / "run")))
+    valid = [info for info in store.checkpoints() if str(info.state) == "valid"]
+    assert {event.step for event in run.events(CheckpointCommitted)} == {info.step for info in valid}
+    assert {info.attempt for info in valid} == {0, 1}
 
 
 @pytest.mark.slow

@@ -63,13 +63,14 @@ def two(tmp_path: Path) -> Iterator[Agent]:
 
 
 def test_steps_reach_the_page_and_the_ledgers_way(two: Agent) -> None:
-    two.reporters[1].loaded(4)
+    two.reporters[1].loaded(4, ((4, 2, 99),))
     two.reporters[1].saved(0.25)
     before = time.time()
     assert two.reporters[1].progress(5, 0.5, 100) is False
     loaded, step = two.heard(1)
     assert isinstance(loaded, StateLoaded)
     assert isinstance(step, StepTold)
+    assert loaded.stored == ((4, 2, 99),)
     assert (loaded.step, step.step, step.loss, step.tokens, step.saving_s) == (4, 5, 0.5, 100, 0.25)
     assert loaded.t <= step.t_begin <= before <= step.t_end
     (beat,) = two.beats.beats()
