@@ -203,7 +203,8 @@ def _pack_ranges(manifest: Manifest, pack: int, rows: range, parts: dict[int, Pa
                 yield PlannedRange(pack, start, spans[-1].stop, tuple(spans))
                 start, spans = spans[-1].stop, []
             spans.append(span)
-    yield PlannedRange(pack, start, manifest.packs[pack].nbytes, tuple(spans))
+    if manifest.packs[pack].nbytes > start:
+        yield PlannedRange(pack, start, manifest.packs[pack].nbytes, tuple(spans))
 
 
 def _spans(manifest: Manifest, row: int, part: PartRead, position: int) -> Iterator[Span]:
