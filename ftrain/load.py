@@ -25,7 +25,7 @@ from ftrain.parallel.partition import partition_layers
 from ftrain.partial import certain_combinations
 from ftrain.ramp import stretches
 from ftrain.schema import ConfigProblems, Problem, bare, check, resume_class
-from ftrain.units import format_bytes, format_count
+from ftrain.units import format_bytes, format_count, plural
 
 __all__ = [
     "Change",
@@ -142,19 +142,20 @@ def layout_summary(config: Config) -> str:
     dp, micro = replicas(config), batch.global_batch // batch.micro_batch
     least, extra = divmod(micro, dp)
     share = f"{least} each" if not extra else f"{least + 1} on {extra}, {least} on {dp - extra}"
-    tokens = batch.global_batch * config.data.seq_len
+    tokens = format_count(batch.global_batch * config.data.seq_len)
+    whole = format_count(course.tokens_after(config, config.run.steps))
     return "\n".join(
         (
             f"ranks   {parallel.ranks} = tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {dp}, "
             f"order {', '.join(parallel.order)} (innermost first)",
             *_pipeline(config),
-            f"batch   {batch.global_batch} sequences of {config.data.seq_len} tokens = {format_count(tokens)} tokens; "
-            f"{micro} micro-batches of {batch.micro_batch} over {dp} replicas: {share}",
+            f"batch   {plural(batch.global_batch, 'sequence')} of {config.data.seq_len} tokens = {tokens} tokens; "
+            f"{plural(micro, 'micro-batch')} of {batch.micro_batch} over {plural(dp, 'replica')}: {share}",
             *_ramp(config),
             f"model   {format_count(count)} parameters ({count:,}); state in storage {format_bytes(STATE_BYTES * count)}",
             *_experts(config),
             *_phases(config),
-            f"run     {config.run.steps} steps = {format_count(course.tokens_after(config, config.run.steps))} tokens",
+            f"run     {plural(config.run.steps, 'step')} = {whole} tokens",
         )
     )
 

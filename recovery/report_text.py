@@ -93,7 +93,8 @@ def explain(events: Iterable[Event], attempt: int) -> list[str]:
 def _story(event: Event) -> Iterator[str]:
     match event:
         case AttemptStarted():
-            yield f"started on {event.ranks} ranks ({event.layout or 'layout not recorded'}), state from {event.source}"
+            layout = event.layout or "layout not recorded"
+            yield f"started on {_count(event.ranks, 'rank')} ({layout}), state from {event.source}"
         case Ready():
             yield f"all ranks ready with the state of step {event.step}"
         case ProcessDied():
@@ -121,11 +122,16 @@ def evidence_text(line: EvidenceLine) -> str:
     return f"{line.where}:{line.line}: {line.text}"
 
 
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _summary(report: Report) -> Iterator[str]:
     state = f"{report.outcome} ({report.outcome_reason})" if report.outcome_reason else report.outcome or report.phase
     yield f"run {report.run_id}: {state}"
-    yield f"step {report.step}; {report.steps_finished} steps finished, {report.steps_lost} of them lost and done again"
-    yield f"{report.tokens} tokens, loss {_number(report.loss)}, held-out loss {_number(report.eval_loss)}"
+    finished = _count(report.steps_finished, "step")
+    yield f"step {report.step}; {finished} finished, {report.steps_lost} of them lost and done again"
+    yield f"{report.tokens:,} tokens, loss {_number(report.loss)}, held-out loss {_number(report.eval_loss)}"
     productive_s = report.buckets["productive"]
     yield f"effective time {report.effective_time:.1%} = {productive_s:.1f} s / {report.wall_s:.1f} s"
     yield f"  ({report.formula})"
@@ -176,7 +182,7 @@ def _interruption(row: InterruptionRow) -> Iterator[str]:
     yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
     yield f"      decision   {row.action or 'none'}: {row.decision}" if row.decision else "      decision   none recorded"
     down = "not recovered" if row.down_s is None else f"{row.down_s:.2f} s until all ranks were ready again"
-    yield f"      cost       {row.steps_lost} steps lost, {down}"
+    yield f"      cost       {_count(row.steps_lost, 'step')} lost, {down}"
 
 
 def _causes(report: Report) -> Iterator[str]:

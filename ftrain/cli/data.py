@@ -27,8 +27,11 @@ from ftrain.data.stdlib import cache_root
 from ftrain.data.tokenizer import Tokenizer, load_tokenizer
 from ftrain.load import ConfigProblems, load
 from ftrain.phases import effective
-from ftrain.units import format_bytes, format_count
+from ftrain.units import format_bytes, format_count, plural
 from recovery.codes import ExitCode
+
+MOST_SHOWN = 10_000
+"""Sequences that one look may ask for: they are all in memory."""
 
 _PREPARE_EXAMPLE = """\b
 Example:
@@ -78,7 +81,7 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, workers
 @click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a value; may be repeated.")
 @click.option("--phase", default=0, show_default=True, type=click.IntRange(min=0), help="Of a config with [[phases]].")
 @click.option("--first", default=0, show_default=True, type=click.IntRange(min=0), help="Index of the first sequence.")
-@click.option("--count", default=4, show_default=True, type=click.IntRange(min=1), help="How many sequences.")
+@click.option("--count", default=4, show_default=True, type=click.IntRange(1, MOST_SHOWN), help="How many sequences.")
 @click.option("--heldout", is_flag=True, help="Show held-out sequences instead of training ones.")
 @click.option("--cache", default=None, metavar="FOLDER", help="Where the built-in corpus is prepared.")
 @click.option("--json", "as_json", is_flag=True, help="Print the sequences as JSON.")
@@ -147,7 +150,7 @@ def _view(config: Config, dataset: Dataset, batch: Batch, tokenizer: Tokenizer, 
 def _view_text(view: dict[str, Any]) -> str:
     lines = [f"corpus {view['identity']}, sequences of {view['seq_len']} tokens"]
     lines += [
-        f"  {source['path']}: {format_count(source['tokens'])} tokens in {source['documents']} documents; "
+        f"  {source['path']}: {format_count(source['tokens'])} tokens in {plural(source['documents'], 'document')}; "
         f"{source['train_sequences']} training and {source['heldout_sequences']} held-out sequences"
         for source in view["sources"]
     ]
@@ -173,13 +176,13 @@ def _report_data(report: PrepareReport) -> dict[str, Any]:
 
 
 def _report_text(report: PrepareReport) -> str:
-    read = format_bytes(report.bytes_read)
-    text = f"{report.prefix}: {format_count(report.tokens)} tokens ({report.dtype}) in {report.documents} documents from {read}"
+    source = f"{plural(report.documents, 'document')} from {format_bytes(report.bytes_read)}"
+    text = f"{report.prefix}: {format_count(report.tokens)} tokens ({report.dtype}) in {source}"
     if report.resumed:
         text += f"\n{report.resumed} parts were there from an earlier, interrupted preparation"
     if report.skipped:
         shown = ", ".join(report.skipped[:3]) + (", ..." if len(report.skipped) > 3 else "")
-        text += f"\npassed over, no text: {len(report.skipped)} files ({shown})"
+        text += f"\npassed over, no text: {plural(len(report.skipped), 'file')} ({shown})"
     return text
 
 

@@ -9,6 +9,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
+from ftrain.units import plural
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -153,11 +154,11 @@ def admit(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
       ftrain admit runs/demo 3
     """
     facts = ask(run_url, local_dir, "admit", place=place, by="ftrain admit")
-    render.json(facts) if as_json else render.note(f"{place} is back; there are {_left(facts)}")
+    render.json(facts) if as_json else render.note(f"{place} is back; the run has {_left(facts)}")
 
 
 def _left(facts: dict[str, Any]) -> str:
-    return f"{len(facts['places'])} places"
+    return plural(len(facts["places"]), "place")
 
 
 @click.command()

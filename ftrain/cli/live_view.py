@@ -16,7 +16,7 @@ from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.plan.rates import mfu_text
-from ftrain.units import format_bytes, format_seconds
+from ftrain.units import format_bytes, format_seconds, plural
 from recovery import events
 from recovery.events import Event, steps_of
 from recovery.state import RunState, apply
@@ -126,7 +126,7 @@ def sentence(event: Event) -> str:
     """What an event means to a person, or nothing."""
     match event:
         case events.AttemptStarted():
-            return f"attempt {event.attempt}: {event.ranks} ranks ({event.layout}), state from {event.source}"
+            return f"attempt {event.attempt}: {plural(event.ranks, 'rank')} ({event.layout}), state from {event.source}"
         case events.Ready():
             return f"attempt {event.attempt}: all ranks hold the state of step {event.step}"
         case events.CheckpointCommitted():

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ftrain.units import format_count, format_seconds
+from ftrain.units import format_count, format_seconds, plural
 
 SHOWN_RANKS = 32
 
@@ -66,7 +66,7 @@ def _trouble(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if run.get("collect_error"):
         yield "clean-up", f"failed: {run['collect_error']}"
     if run.get("storage_retries"):
-        yield "storage", f"{run['storage_retries']} requests were tried again"
+        yield "storage", f"{plural(run['storage_retries'], 'request')} tried again"
     if run.get("create_is_atomic") is False:
         yield "storage", "create-if-absent may have two winners there: never start two coordinators"
 

@@ -60,7 +60,8 @@ def find_inputs(inputs: Sequence[str | Path]) -> tuple[list[InputFile], list[str
         else:
             raise InputError("no such file or folder", str(path))
     if not files:
-        raise InputError(f"no text found ({len(skipped)} files are no text)", ", ".join(str(name) for name in inputs))
+        passed = f" ({len(skipped)} passed over: they are no text)" if skipped else ": there is no file"
+        raise InputError(f"no text found{passed}", ", ".join(str(name) for name in inputs))
     return files, skipped
 
 

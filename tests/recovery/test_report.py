@@ -41,7 +41,7 @@ def test_text_names_cause_decision_and_formula() -> None:
     assert ": unknown, first rank 1" in text
     assert "rank 1 ended with -9" in text
     assert "restart: first time" in text
-    assert "1 steps lost, 2.00 s until all ranks were ready again" in text
+    assert "1 step lost, 2.00 s until all ranks were ready again" in text
 
 
 def test_shares_of_causes_sum_to_one_with_planned_apart() -> None:

@@ -64,8 +64,8 @@ def test_prepare_reports_and_does_not_overwrite(tmp_path: Path) -> None:
     assert "--replace" in again.stderr
     text = invoke(*words, "--replace")
     assert text.exit_code == 0
-    assert "6 tokens (uint16) in 1 documents from 5 B" in text.stdout
-    assert "passed over, no text: 1 files" in text.stdout
+    assert "6 tokens (uint16) in 1 document from 5 B" in text.stdout
+    assert "passed over, no text: 1 file (" in text.stdout
 
 
 @pytest.mark.parametrize(
