@@ -49,13 +49,17 @@ def identical(found: list[Any], known: list[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
 
 
-class _Places:
+class Places:
     """Tensors, and where they lay."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         each = list({id(tensor): tensor for tensor in tensors}.values())
         self.told = all(_ordinary(tensor) for tensor in each)
         self._places = [(tensor, *_place_and_memory(tensor)) for tensor in each] if self.told else []
+
+    def hold(self, places: Iterable[Place]) -> bool:
+        """Whether all of these are among them."""
+        return {place for _, place, _ in self._places}.issuperset(places)
 
     def same(self) -> bool:
         """Whether they lie there still."""
@@ -94,14 +98,14 @@ class Tree:
                 self._parts.append((part, type(part), kept, len(held), set(part._non_persistent_buffers_set)))
         self._objects = self._inside() if told else None
         tensors = [value for value in self._objects or () if isinstance(value, torch.Tensor)]
-        self._places = _Places(tensors)
-        self.explains = self._objects is not None and self._places.told and all(map(_by_the_book, (p[0] for p in self._parts)))
+        self.places = Places(tensors)
+        self.explains = self._objects is not None and self.places.told and all(map(_by_the_book, (p[0] for p in self._parts)))
         """Whether the state dict follows from what is seen here."""
 
     def same(self) -> bool:
         """Whether it still is."""
         found = self._inside() if self._objects is not None else None
-        return found is not None and identical(found, self._objects or []) and self._places.same()
+        return found is not None and identical(found, self._objects or []) and self.places.same()
 
     def _inside(self) -> list[Any] | None:
         """All keys and values of all containers, in order; None if a container is another one."""
@@ -157,8 +161,8 @@ class Held:
         known = known and all(isinstance(value, (torch.Tensor, *FIXED)) for value in values)
         parameters = [parameter for group in self._groups for parameter in group]
         self.tensors = [*parameters, *(value for value in values if isinstance(value, torch.Tensor))]
-        self._places = _Places(self.tensors)
-        self.explains = known and self._places.told
+        self.places = Places(self.tensors)
+        self.explains = known and self.places.told
         """Whether the state follows from what is seen here."""
 
     def same(self) -> bool:
@@ -169,7 +173,7 @@ class Held:
             and len(groups) == len(self._groups)
             and all(identical(group["params"], known) for group, known in zip(groups, self._groups, strict=True))
             and identical(self._inside(), self._objects)
-            and self._places.same()
+            and self.places.same()
         )
 
     def _inside(self) -> list[Any]:

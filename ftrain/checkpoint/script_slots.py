@@ -129,8 +129,10 @@ class ScriptSlots:
         """
         copying = self._copying
         if copying is not None:
-            copying.result()
-            self._copying = None
+            try:
+                copying.result()
+            finally:
+                self._copying = None
 
     def _copies_of(self, index: int, pieces: Sequence[StatePiece], put_off: Sequence[bool]) -> Copies:
         """The views to copy between: as the last time, but of pieces that are other ones."""

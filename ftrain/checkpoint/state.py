@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ftrain.checkpoint.known import Known, Place, identical, place_of
+from ftrain.checkpoint.known import Known, Place, Places, identical, place_of
 from ftrain.checkpoint.per_rank import PerRank
 from ftrain.checkpoint.record import Node, StateError, kind_of, of_mapping, of_sequence, plain
 
@@ -116,17 +116,23 @@ class _Flattener:
         return plain(value, path)
 
     def _apart(self, path: str, name: str, key: list[Any] | None, walk: Callable[[_Flattener], Node]) -> Node:
-        """A part of the state, as it was found the last time if its key says so. (None: it has none.)"""
+        """A part of the state, as it was found the last time if its key says so. (None: it has none.) What is found must lie
+        where the key's first says: an FSDP2 module that is gathered just now shows other tensors than it saves.
+        """
         if key is None:
             return walk(self)
+        places: Places = key[0].places
         key = [*key, *map(sys.intern, (name, path)), self.own, self.alike]
         part: Part | None = self.known.part(path)
-        if part is None or not identical(part.key, key):
+        told = part is not None and identical(part.key, key)
+        if part is None or not told:
             inner = _Flattener(self.rank, self.models, self.known, own=self.own, alike=self.alike)
             node = msgspec.Raw(msgspec.json.encode(walk(inner)))
             names, addresses = frozenset(inner.names), frozenset(inner.addresses)
             part = Part(key, node, inner.leaves, inner.sources, names, addresses, inner.memory, inner.tied)
-        self.known.keep(path, part)
+            told = places.hold(leaf.place for leaf in part.leaves)
+        if told:
+            self.known.keep(path, part)
         if not (self.names.isdisjoint(part.names) and self.addresses.isdisjoint(part.addresses)):
             return walk(self)  # something of it may be met for the second time: it is named after the first
         self.leaves += part.leaves

@@ -307,3 +307,28 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert second[3].startswith("ValueError: step 1 comes after step 1")
     checkpoint = RunStore(LocalStore(str(tmp_path))).open(3)
     assert [checkpoint.array(f"own/rank-0000{rank}").shape for rank in range(2)] == [(2,), (3,)]
+
+
+def gathered(rank: int, url: str) -> None:
+    """Save an FSDP2 model while its parameters are gathered (odd steps), and while they are not, when they are changed."""
+    model = fully_shard(nn.Linear(6, 4), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    state = {"model": model}
+    checkpointer = ftrain.Checkpointer(url)
+    checkpointer.load(state)
+    for step in range(1, 7):
+        with torch.no_grad():
+            if step % 2:
+                model(torch.ones(2, 6))
+            for parameter in model.parameters():
+                if isinstance(parameter, DTensor):
+                    parameter.fill_(step)
+        checkpointer.save(step, state)
+    checkpointer.close()
+
+
+def test_a_model_that_is_gathered_just_now_is_saved_by_its_shards(tmp_path: Path) -> None:
+    run_world(gathered, 2, str(tmp_path))
+    run = RunStore(LocalStore(str(tmp_path)))
+    found = [run.open(step).read("model/weight") for step in range(1, 7)]
+    assert all(values.shape == (4, 6) for values in found)
+    assert [float(values.max()) for values in found[1:]] == [2, 2, 4, 4, 6]
