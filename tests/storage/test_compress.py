@@ -77,6 +77,17 @@ def test_only_compressed_checkpoints_need_a_newer_reader() -> None:
         assert (run.open(step).manifest.format_version, run.open(step).manifest.min_reader) == (version, version)
 
 
+def test_the_manifest_does_not_grow_with_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 500B model has 430 million of them: their lengths stand in the packs."""
+    sizes = []
+    for tile in ((64, 256), (1, 32)):
+        specs = {"master/w": ArraySpec(name="master/w", shape=(64, 256), dtype="float32", tile=tile)}
+        monkeypatch.setattr(building, "SPECS", specs)
+        manifest = write_packs(MemoryStore(), smooth_values(specs, 1), step=1, epoch=0, writers=1, compressor=LZ4)
+        sizes.append(len(manifest.encode()))
+    assert abs(sizes[1] - sizes[0]) < 20
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_every_box_can_be_had_under_any_cut(dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where ranges are many and a batch is inflated in many pieces."""
