@@ -97,6 +97,8 @@ class Links:
     """Give memory areas back before the next attempt is planned."""
     leave_out: Callable[[int, str, str], None] = lambda rank, class_, reason: None
     """Have the place of a rank left out at the next step boundary, if the run can do without it: rank, class, reason."""
+    start_again: Callable[[str], None] = lambda reason: None
+    """(reason): have the workers make way for new ones of the same layout, which go on from the state they leave in memory."""
     places: Callable[[], tuple[Place, ...]] = lambda: ()
     """Where ranks may run now."""
 

@@ -109,6 +109,7 @@ class Desk:
             stop_workers=lambda reason, grace_s: self.agent.send(StopWorkers(reason=reason, grace_s=grace_s)),
             release=lambda names: self.agent.send(Release(names=names)),
             leave_out=lambda *blame: self._loop.call_soon(lambda: self.elastic.leave_out(*blame)),
+            start_again=lambda reason: self._loop.call_soon(lambda: self.elastic.start_again(reason)),
             places=lambda: self.elastic.places,
         )
 

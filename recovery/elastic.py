@@ -158,7 +158,7 @@ class Elastic:
             self.leave_out(rank, "straggler", reason)
         else:
             self._restarted.add(place)
-            self._hand_over([self._same_again(reason)])
+            self.start_again(reason)
 
     def leave_out(self, rank: int, class_: str, reason: str) -> None:
         """A rank that is not to be trusted makes way at the next step boundary, if the run can do without its place."""
@@ -166,12 +166,13 @@ class Elastic:
         if self.blame(verdict, Decision(action="restart_exclude_node", reason=f"{class_}: {reason}")):
             self._leave()
 
-    def _same_again(self, reason: str) -> LayoutChosen:
+    def start_again(self, reason: str) -> None:
         """The same layout in new processes, from the state of the step that is being finished."""
         state = self._desk.journal.state
-        return LayoutChosen(
+        same = LayoutChosen(
             t=self._clock(), ranks=state.ranks, layout=state.layout, was=state.layout, reason=reason, costs="a restart"
         )
+        self._hand_over([same])
 
     def tick(self) -> None:
         """Places whose quarantine is over come back; one layout is kept for a while before the next is chosen."""

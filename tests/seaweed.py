@@ -44,6 +44,8 @@ class SeaweedServer:
     folder: Path
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    secret: str = SECRET
+    """The key's; another one counts from the next start on."""
 
     @property
     def endpoint(self) -> str:
@@ -52,21 +54,21 @@ class SeaweedServer:
     @property
     def options(self) -> dict[str, object]:
         """Options for `open_store`."""
-        return {"endpoint_url": self.endpoint, "key": KEY, "secret": SECRET, "region": "us-east-1"}
+        return {"endpoint_url": self.endpoint, "key": KEY, "secret": self.secret, "region": "us-east-1"}
 
     def environment(self) -> dict[str, str]:
         """The same as the environment variables that AWS tools read, for other processes."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
     def start(self) -> None:
         """Start the server and wait until it answers for the bucket."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "s3.json").write_text(json.dumps(_identities()))
+        (self.folder / "s3.json").write_text(json.dumps(_identities(self.secret)))
         self.ports = self.ports or _free_ports("s3", "master", "volume", "filer", "admin")
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -75,7 +77,7 @@ class SeaweedServer:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=self.folder,
-                env={**os.environ, "GOMEMLIMIT": "2GiB", "GOMAXPROCS": "2", "HOME": str(self.folder)},
+                env=_environment(self.folder),
                 preexec_fn=_die_with_parent,
             )
         self._wait()
@@ -158,17 +160,23 @@ class SeaweedServer:
             "s3",
             endpoint_url=self.endpoint,
             aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
+            aws_secret_access_key=self.secret,
             region_name="us-east-1",
             config=config,
         )
 
 
-def _identities() -> dict[str, object]:
+def _environment(folder: Path) -> dict[str, str]:
+    """Without the keys that tests set for their own processes: the server would take them for an identity, too."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    return {**kept, "GOMEMLIMIT": "2GiB", "GOMAXPROCS": "2", "HOME": str(folder)}
+
+
+def _identities(secret: str) -> dict[str, object]:
     all_actions = ["Admin", "Read", "Write", "List", "Tagging"]
     return {
         "identities": [
-            {"name": "ckpt", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": all_actions},
+            {"name": "ckpt", "credentials": [{"accessKey": KEY, "secretKey": secret}], "actions": all_actions},
             {
                 "name": "reader",
                 "credentials": [{"accessKey": READ_ONLY_KEY, "secretKey": READ_ONLY_SECRET}],

@@ -68,6 +68,8 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[Place, ...] = ()
     held: dict[int, dict[str, int]] = {}  # memory areas of older layouts that are still needed
     homes: dict[str, str] = {}  # where those are, if there are several nodes
+    asked: str = ""  # digest of the config that its workers were started for
+    skips: list[tuple[int, int]] | None = None  # ranges of data that they were told to pass over
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.errand import Errand, outage_waits, patiently
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
-from ftrain.compose.skips import missed, newest_before, ranges
+from ftrain.compose.skips import before_skip, missed, newest_before, ranges
 from ftrain.compose.speed import Speed
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
@@ -80,7 +80,6 @@ class RunDelegate(StoringDelegate):
         self._memory_attempt = 0  # that took it
         self._last_step: StepDone | None = None
         self._told: list[Event] = []  # for the next tick
-        self._attempt = 0
 
     @property
     def epoch(self) -> int:
@@ -136,7 +135,7 @@ class RunDelegate(StoringDelegate):
     def _before(self, update: int, infos: Sequence[CheckpointInfo]) -> Checkpoint | None:
         """Where a run goes on from, so that it passes over data that its newest state has seen."""
         start = newest_before(infos, update)
-        self._run.taint(after=start, reason=f"data.skip passes over the data of update {update}, which this state has seen")
+        self._run.taint(after=start, reason=before_skip(update))
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=start)
         self._committed = self._planned = start
         return self._run.open(start) if start is not None else None
@@ -151,7 +150,11 @@ class RunDelegate(StoringDelegate):
 
     def ready(self, previous: AttemptEndInfo | None) -> bool:
         """A run that must go back has its work in storage to do first, however long that is away."""
-        if previous is not None and previous.action == "roll_back" and (known := self._doubts.give_up(previous.attempt)):
+        back = previous is not None and previous.action == "roll_back"
+        known = self._doubts.give_up(previous.attempt) if previous is not None and back else None
+        if known is None and self._going_back is None and (late := self._missed()) is not None:
+            known = late, before_skip(late)
+        if known is not None:
             work = partial(self._before_onset, *known)
             self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
         return self._going_back is None or self._going_back.done
@@ -193,7 +196,7 @@ class RunDelegate(StoringDelegate):
             release=release,
             rendezvous=self._layouts.ranks > 1,
             decided=tuple(decided),
-            memo=self._layouts.memo(self._epoch, attempt),
+            memo=self._layouts.memo(self._epoch, attempt, self._skipped),
         )
 
     def can_do_with_less(self) -> bool:
@@ -332,6 +335,7 @@ class RunDelegate(StoringDelegate):
         self._layouts.adopt(known)
         self._attempt = known.attempt
         self._debts.started(known.attempt, known.epoch)
+        self._given.tell(known.skips)
         self._copies.adopted(self._layouts.copied_nodes)
         self._debts.ask(self._layouts.ring if self._layouts.spread else ("",))
         self.links.to_keeper(encode(Resend()))

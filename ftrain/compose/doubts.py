@@ -81,6 +81,11 @@ class Doubts:
         self._void[attempt] = onset
         return onset, f"the run went back to before step {onset}: {reason}"
 
+    def read_otherwise(self, attempt: int, step: int) -> None:
+        """What attempts up to this one did from this step on does not count: it is done again, and with other data."""
+        self._void[attempt] = min(step, self._void.get(attempt, step))
+        self.forget_from(step)
+
     def is_void(self, attempt: int, step: int) -> bool:
         """Whether a state of `attempt` after `step` steps was given up."""
         return any(attempt <= until and step >= onset for until, onset in self._void.items())

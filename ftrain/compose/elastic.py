@@ -18,7 +18,7 @@ from ftrain.compose.nodes import num_nodes, shared_dir
 from ftrain.compose.phasing import Phasing, at_boundary, began
 from ftrain.compose.places import Places
 from ftrain.compose.retries import Start, retry
-from ftrain.compose.skips import Range, ranges
+from ftrain.compose.skips import Range, Told, ranges
 from ftrain.config import Config
 from recovery.delegate import Delegate, Links
 from recovery.events import Event
@@ -41,6 +41,7 @@ class ElasticDelegate(Delegate):
         self._layouts = Layouts(config)
         self._phasing = Phasing()
         self._skips: tuple[Range, ...] = ()  # decided on while it ran
+        self._given = Told()
         self._copies = Copies(lambda payload: self.links.to_keeper(payload))
 
     @property
@@ -99,8 +100,14 @@ class ElasticDelegate(Delegate):
             return replace(start, nearer=False)  # of several nodes' memory nobody proves the digests, of storage all do
         return start
 
+    @property
+    def _skipped(self) -> list[Range]:
+        """All ranges of data that are passed over."""
+        return ranges(self._config, self._skips)
+
     def _worker_args(self, own: list[str], older: list[str], start: Start) -> WorkerArgs:
         """What is the same for all ranks."""
+        self._given.tell(self._skipped)
         return WorkerArgs(
             config=msgspec.to_builtins(self._layouts.now),
             restore_url=self._origin[0],
@@ -112,7 +119,7 @@ class ElasticDelegate(Delegate):
             source_slots=own + older if start.nearer else own,
             nearer=start.nearer,
             evidence=start.evidence,
-            skips=ranges(self._config, self._skips),
+            skips=self._skipped,
             layout=self._layouts.text,
             whole=msgspec.to_builtins(self._layouts.recorded) if self._layouts.whole.phases else {},
             phase=self._layouts.phase,

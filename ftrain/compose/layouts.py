@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -306,8 +307,14 @@ class Layouts:
 
     # -- what a successor must know --------------------------------------------------------------------------------------
 
-    def memo(self, epoch: int, attempt: int) -> bytes:
-        """For a coordinator that finds this one's agent."""
+    @property
+    def asked(self) -> str:
+        """Digest of what the run is asked to be, by config or resize; injected faults apart."""
+        whole = msgspec.json.encode(replace(self.whole, faults=()), order="deterministic")
+        return sha256(whole).hexdigest()
+
+    def memo(self, epoch: int, attempt: int, skips: Sequence[tuple[int, int]]) -> bytes:
+        """For a coordinator that finds this one's agent. `skips`: what the workers pass over."""
         held = {number: areas for number, areas in self._held.items() if number != self.generation}
         memo = Memo(
             generation=self.generation,
@@ -318,6 +325,8 @@ class Layouts:
             places=self.places,
             held=held,
             homes={name: node for name, node in self._homes.items() if area_name(name).generation != self.generation},
+            asked=self.asked,
+            skips=list(skips),
         )
         return msgspec.msgpack.encode(memo)
 

@@ -35,6 +35,28 @@ def missed(declared: Sequence[Range], step: int, progress: Mapping[str, Any]) ->
     return min(late, default=None)
 
 
+class Told:
+    """What those workers were told whose state is in memory: it may be older than what the config says now."""
+
+    def __init__(self) -> None:
+        self._ranges: tuple[Range, ...] | None = None  # None: no worker that we know of
+
+    def tell(self, told: Iterable[Range] | None) -> None:
+        """An attempt is started, or an earlier coordinator's is found."""
+        self._ranges = tuple(told) if told is not None else None
+
+    def missed(self, declared: Sequence[Range], step: int) -> int | None:
+        """The first update that was to read other data and that they have done, having come to `step`; None: none."""
+        if self._ranges is None:
+            return None
+        return missed(declared, step, {"skipped": [(first, last, 0) for first, last in self._ranges]})
+
+
+def before_skip(update: int) -> str:
+    """Why a run goes back to before this update, as a taint says it."""
+    return f"data.skip passes over the data of update {update}, which this state has seen"
+
+
 def newest_before(infos: Iterable[CheckpointInfo], update: int) -> int | None:
     """The newest valid checkpoint whose state has not done `update` yet; None: the run begins anew."""
     return max((info.step for info in infos if info.state == "valid" and info.step < update), default=None)

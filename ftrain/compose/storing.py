@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from ftrain.checkpoint.messages import (
     CopyFailed,
     Owed,
@@ -18,7 +20,7 @@ from ftrain.checkpoint.messages import (
     decode_keeper,
     encode,
 )
-from ftrain.compose.args import Launch
+from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer, Job
 from ftrain.compose.debts import Debts, Group
 from ftrain.compose.doubts import Doubts
@@ -39,14 +41,30 @@ class StoringDelegate(ElasticDelegate):
     ) -> None:
         super().__init__(launch, config, run, folder, policies)
         self._committer: Committer | None = None
-        self._epoch = 0
+        self._epoch = self._attempt = 0
         self._parts: dict[Group, dict[int, PackStored]] = defaultdict(dict)
         self._begun: dict[Group, float] = {}
         self._settled: set[Group] = set()
+        self._committing: set[Group] = set()  # said again, by a keeper that was asked again, they would be committed twice
         self._debts = Debts()
         self._last = LastState()
         self._doubts = Doubts()
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
+
+    def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
+        """An earlier coordinator's workers go on; if the run is asked to be another one now, for no longer than they must."""
+        known = msgspec.msgpack.decode(memo, type=Memo)
+        if known.asked and known.asked != self._layouts.asked:
+            self._missed()
+            self.links.start_again("the config was changed while no coordinator lived")
+        return ()
+
+    def _missed(self) -> int | None:
+        """The first update that the state in memory was to do with other data; what came of it does not count then."""
+        late = self._given.missed(self._skipped, self._phasing.cursor.step)
+        if late is not None:
+            self._doubts.read_otherwise(self._attempt, late)
+        return late
 
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """One rank's pack is in storage, or could not be put there. May be said twice."""
@@ -65,8 +83,11 @@ class StoringDelegate(ElasticDelegate):
             return []
         if isinstance(message, PackFailed):
             return self._on_failed(message)
+        if group in self._committing:
+            return []
         self._parts[group][message.rank] = message
         if len(self._parts[group]) == message.world and self._committer is not None:
+            self._committing.add(group)
             begin = self._begun.pop(group, time.time())
             changed = any((self._committed or 0) < step <= message.step for step in self._moved)
             self._committer.submit(Job.of(self._parts.pop(group), epoch=self._epoch, begin=begin, changed=changed))
@@ -109,6 +130,7 @@ class StoringDelegate(ElasticDelegate):
         found: list[Event] = []
         for outcome in self._committer.results() if self._committer else []:
             self._settle(outcome.settled)
+            self._committing.discard((outcome.settled.attempt, outcome.settled.step))
             if outcome.epoch != self._epoch:
                 continue  # the run went back meanwhile: no part of its history, and no failure of it either
             if outcome.committed:
@@ -123,19 +145,24 @@ class StoringDelegate(ElasticDelegate):
             found += outcome.events
         return found
 
+    def makes_way(self) -> bool:
+        """Also whoever has come to an end with data that it was not to read."""
+        return super().makes_way() or self._missed() is not None
+
     def at_end(self) -> bool:
-        """Whether the loop did its last step."""
-        return self._last.at_end
+        """Whether the loop did its last step, and may keep it."""
+        return self._last.at_end and self._missed() is None
 
     def finished(self) -> bool:
         """The loop has ended, and its last state is committed."""
-        return self._last.at_end and self._last.is_stored(self._committed)
+        return self.at_end() and self._last.is_stored(self._committed)
 
     def drained(self) -> bool:
         """Whether the final state is committed, or nothing is on its way any more."""
         if self._committer is None or not self._committer.idle or self._debts.open:
             return False
-        return self._last.final is None or self._last.is_stored(self._committed) or bool(self.lost())
+        wanted = self._last.final is not None and self._missed() is None
+        return not wanted or self._last.is_stored(self._committed) or bool(self.lost())
 
     def lost(self) -> str:
         """Why the final state is not in storage and will not be."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,21 @@ from ftrain.data.dataset import Dataset
 from ftrain.data.writer import TokenWriter
 from ftrain.load import load
 from recovery.codes import ExitCode
-from recovery.events import AttemptStarted, CheckpointCommitted, Decided, Ready, Suspected
+from recovery.events import (
+    AttemptStarted,
+    CheckpointCommitted,
+    Decided,
+    InterruptionClassified,
+    LayoutChosen,
+    Ready,
+    RunStarted,
+    Suspected,
+)
 from storage.objects import open_store
 from storage.run import RunStore
+from tests.chaos.table import SLOWLY
 from tests.commands import ftrain, ftrain_json
+from tests.nodes_run import nodes_run
 from tests.runs import TinyRun, kill_tree, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -116,3 +130,73 @@ def test_a_range_that_lies_behind_takes_the_run_back_to_before_it(
     assert stored_digests(run.url) == (STEPS, declared)
     before = [info for info in RunStore(open_store(run.url)).checkpoints() if info.state == "tainted"]
     assert all("data.skip passes over the data of update 30" in info.reason for info in before)
+
+
+def skip(first: int, last: int) -> tuple[str, ...]:
+    return ("--set", f"data.skip=[{{first={first}, last={last}}}]", "--accept-change")
+
+
+@pytest.fixture(scope="module")
+def other_data(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The end of an unbroken run that passed over what updates 20 and 21 would have read."""
+    run = TinyRun(folder=tmp_path_factory.mktemp("other"), corpus=corpus)
+    code, output = run.run(*skip(20, 21))
+    assert code == 0, output
+    return stored_digests(run.url)[1]
+
+
+def orphaned(run: TinyRun, parent: subprocess.Popen[str], step: int) -> None:
+    """Nobody is in charge any more, and the workers go on, a fifth of a second a step."""
+    run.wait_for_step(step)
+    for victim in (parent.pid, run.processes()["coordinator"][0].pid):
+        os.kill(victim, signal.SIGKILL)
+    parent.communicate()
+
+
+def handed_over(run: TinyRun) -> list[tuple[str, int]]:
+    """That the workers were found and made way, without an interruption; where each attempt began."""
+    told = run.events()
+    changed = [event.reason for event in told if isinstance(event, LayoutChosen)]
+    assert changed == ["the config was changed while no coordinator lived"]
+    assert not [event for event in told if isinstance(event, InterruptionClassified)]
+    return [(event.source, event.step) for event in told if isinstance(event, Ready)]
+
+
+@pytest.mark.slow
+def test_workers_whose_coordinator_died_hear_of_what_may_change_and_what_may_not_is_refused(
+    corpus: str, unbroken: dict[str, str], tmp_path: Path
+) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=SLOWLY)
+    orphaned(run, run.start(), 12)
+    code, output = run.run(*skip(20, 21))
+    assert code == ExitCode.CONFIG
+    assert "still step under another config" in output
+    with no_process_left(run):
+        code, output = run.run("--set", "checkpoint.snapshot_steps=5")
+    assert code == 0, output
+    begun = handed_over(run)
+    assert [event.readopted for event in run.events() if isinstance(event, RunStarted)] == [False, True]
+    assert begun[0] == ("init", 0)
+    assert begun[-1][0] == "memory"
+    assert begun[-1][1] >= 12
+    assert stored_digests(run.url) == (run.steps, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("orphaned_at", [pytest.param(12, id="ahead"), pytest.param(23, id="behind")])
+def test_workers_of_other_nodes_whose_coordinator_died_learn_of_a_changed_range(
+    orphaned_at: int, corpus: str, other_data: dict[str, str], tmp_path: Path
+) -> None:
+    """They are taken over as they are and still go by the old config; what they do with the wrong data does not count."""
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=f"[machine]\nranks_per_node = 1\n{SLOWLY}")
+    with no_process_left(run), nodes_run(run, "n1", "n2"):
+        orphaned(run, run.start(), orphaned_at)
+        code, output = run.run(*skip(20, 21))
+        assert code == 0, output
+    begun = handed_over(run)
+    assert begun[0] == ("init", 0)
+    if orphaned_at < 20:
+        assert orphaned_at <= begun[-1][1] < 20
+    else:
+        assert begun[-1] == ("storage", 18)
+    assert stored_digests(run.url) == (run.steps, other_data)

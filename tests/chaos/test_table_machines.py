@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 from seaweed import BUCKET, SeaweedServer
 
-from recovery.events import CheckpointFailed, Ready, steps_of
+from ftrain.compose.proof import stored_digests
+from recovery.events import CheckpointCommitted, CheckpointFailed, Ready, steps_of
 from tests.chaos.table import MACHINES, Row, check, committed
 from tests.chaos.test_disk import fill
 from tests.chaos.test_nodes import MACHINE, link, network
 from tests.conftest import remount_read_only
 from tests.nodes_run import nodes_run
-from tests.runs import TinyRun
+from tests.runs import TinyRun, finish, no_process_left
 
 __all__ = ["network"]
 
@@ -209,6 +210,70 @@ def test_a_store_that_is_down_for_a_minute(
 
     row = replace(MACHINES["S3 down for 60 s"], strike=strike)
     check(in_bucket(tmp_path, corpus, row), row, unbroken)
+
+
+def renew_secret(run: TinyRun, server: SeaweedServer, secret: str) -> None:
+    """The run's key has this secret from now on. The ranks do nothing meanwhile: a server's start takes as long as it takes."""
+    workers = run.processes()["worker"]
+    for worker in workers:
+        worker.suspend()
+    server.stop()
+    server.secret = secret
+    server.start()
+    for worker in workers:
+        worker.resume()
+
+
+def reasons(run: TinyRun) -> list[str]:
+    return [event.reason for event in run.events() if isinstance(event, CheckpointFailed)]
+
+
+@pytest.mark.s3
+@injects("credentials that turn wrong for a while")
+def test_credentials_that_turn_wrong_while_the_run_goes_on(
+    own_s3: SeaweedServer, tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    """A save fails in words, no step is lost, and the next save finds what is right again."""
+    right = own_s3.secret
+
+    def strike(run: TinyRun, parent: subprocess.Popen[str]) -> None:
+        committed(run)
+        renew_secret(run, own_s3, "another")
+        failed_save(run)
+        renew_secret(run, own_s3, right)
+
+    row = replace(MACHINES["credentials that turn wrong for a while"], strike=strike)
+    run = in_bucket(tmp_path, corpus, row)
+    check(run, row, unbroken)
+    (reason,) = reasons(run)
+    assert "the secret key does not belong to the access key" in reason
+    assert [record.step for event in run.events() for record in steps_of(event)] == list(range(1, run.steps + 1))
+
+
+@pytest.mark.s3
+@injects("credentials that turn wrong for good")
+def test_credentials_that_stay_wrong_to_the_end_cost_what_is_not_stored(
+    own_s3: SeaweedServer, tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    right, row = own_s3.secret, MACHINES["credentials that turn wrong for good"]
+    run = in_bucket(tmp_path, corpus, row)
+    parent = run.start()
+    committed(run)
+    renew_secret(run, own_s3, "another")
+    with no_process_left(run):
+        code, output = finish(parent)
+    assert code == row.code, output
+    assert "the secret key does not belong to the access key" in output
+    assert "Traceback" not in output
+    stored = max(event.step for event in run.events() if isinstance(event, CheckpointCommitted))
+    own_s3.stop()
+    own_s3.secret = right
+    own_s3.start()
+    code, output = run.run()
+    assert code == 0, output
+    begun = [event.step for event in run.events() if isinstance(event, Ready)]
+    assert begun[-1] == stored
+    assert stored_digests(run.url) == (run.steps, unbroken)
 
 
 @pytest.mark.s3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftrain.checkpoint.messages import Doubt, StepDone
 from ftrain.compose.doubts import Doubts
-from ftrain.compose.skips import newest_before
+from ftrain.compose.skips import Told, newest_before
 from recovery.events import Suspected
 from recovery.state import Onset
 from storage.catalog import CheckpointInfo, CheckpointState
@@ -82,3 +82,27 @@ def test_a_repetition_that_differs_in_one_bit_is_said_once() -> None:
     assert doubts.on_step(done(5, 9.0), 1) == []
     assert doubts.on_step(done(6, float("nan")), 1) == []
     assert doubts.on_step(done(6, float("nan")), 2) == []  # not a number twice is the same twice
+
+
+def test_what_was_read_otherwise_is_void_from_there_on_and_not_compared() -> None:
+    doubts = Doubts()
+    for step in (9, 10):
+        doubts.on_step(done(step, 1.0), 0)
+    doubts.read_otherwise(0, 10)
+    assert [doubts.is_void(0, step) for step in (9, 10)] == [False, True]
+    assert not doubts.is_void(1, 10)
+    assert doubts.on_step(done(10, 2.0), 1) == [], "other data have another loss"
+    (told,) = doubts.on_step(done(9, 2.0), 1)
+    assert isinstance(told, Suspected)
+
+
+def test_workers_have_missed_a_range_that_they_were_not_told_of_once_they_came_to_it() -> None:
+    told = Told()
+    assert told.missed([(4, 5)], 9) is None, "nobody has done anything"
+    told.tell([(4, 5)])
+    assert told.missed([(4, 5)], 9) is None
+    assert told.missed([(4, 5), (8, 8), (7, 7)], 9) == 7
+    assert told.missed([(4, 5), (4, 5)], 9) == 4, "the same range once more is other data"
+    assert told.missed([(4, 5), (8, 8)], 7) is None
+    told.tell(None)
+    assert told.missed([(4, 5)], 9) is None, "an agent of a version that did not say"

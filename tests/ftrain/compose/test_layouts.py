@@ -82,5 +82,20 @@ def test_a_successor_knows_the_phase() -> None:
     layouts.choose(places(4), "the places that there are")
     layouts.started(7)
     successor = Layouts(load(str(CONFIG), (PHASES,)))
-    successor.adopt(msgspec.msgpack.decode(layouts.memo(3, 7), type=Memo))
+    successor.adopt(msgspec.msgpack.decode(layouts.memo(3, 7, []), type=Memo))
     assert (successor.phase, successor.now) == (2, layouts.now)
+
+
+def test_a_successor_knows_whether_the_workers_it_finds_were_asked_for_the_same() -> None:
+    layouts = Layouts(load(str(CONFIG)))
+    asked = msgspec.msgpack.decode(layouts.memo(3, 7, [(4, 5)]), type=Memo)
+    assert (asked.asked, asked.skips) == (Layouts(load(str(CONFIG))).asked, [(4, 5)])
+    assert Layouts(load(str(CONFIG), ("data.skip=[{first=4, last=5}]",))).asked != asked.asked
+    assert Layouts(load(str(CONFIG), ("checkpoint.snapshot_steps=7",))).asked != asked.asked
+    fault = "faults=[{kind='kill', at='step', step=3}]"
+    assert Layouts(load(str(CONFIG), (fault,))).asked == asked.asked, "what is injected is asked of nobody"
+    layouts.choose(places(1), "one is lost")
+    assert layouts.asked == asked.asked, "what it came to is not what it was asked to be"
+    layouts.choose(places(2), "it is back")
+    layouts.resize({"ranks": 1}, places(2))
+    assert layouts.asked != asked.asked
