@@ -89,7 +89,7 @@ def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
             given = "is missing" if entry is None else f"was {was[index]['from_tokens']}, is {entry['from_tokens']}"
             yield f"phases.{index}.from_tokens: {given}: this phase has begun; set it back"
         elif index < number - 1 and _but_layout(entry) != _but_layout(was[index]):
-            yield f"phases.{index}: was {was[index]}, is {entry}: this phase is over; set it back"
+            yield f"phases.{index}: was {_said(was[index])}, is {_said(entry)}: this phase is over; set it back"
     for index in range(number, len(now)):
         moved = index >= len(was) or was[index]["from_tokens"] != now[index]["from_tokens"]
         if moved and now[index]["from_tokens"] <= read:
@@ -99,6 +99,11 @@ def _past(old: Config, new: Config, number: int, read: int) -> Iterator[str]:
     for it in changes(replace(old, phases=()), replace(new, phases=())) if number else ():
         if it.kind == "accept" and it.path not in before:
             yield f"{it.path}: was {it.old!r}, is {it.new!r}: it only counts in a phase that is over; set it back"
+
+
+def _said(entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """An entry as somebody wrote it: without the tables that it leaves alone."""
+    return None if entry is None else {name: value for name, value in entry.items() if value != {}}
 
 
 def _but_layout(entry: dict[str, Any]) -> dict[str, Any]:
@@ -122,4 +127,4 @@ def _elsewhere(old: Config, new: Config, number: int) -> Iterator[Change]:
     for index in (*range(number - 1), *range(number, max(len(was), len(now)))):
         before, after = (found[index] if index < len(found) else None for found in (was, now))
         if before != after:
-            yield Change(f"phases.{index}", before, after, "recorded")
+            yield Change(f"phases.{index}", _said(before), _said(after), "recorded")

@@ -51,6 +51,7 @@ def test_what_comes_may_be_changed_and_is_recorded(phase: int) -> None:
     found = resumed("phases.1.data.seq_len=256", "phases.2.optimizer.lr=2e-5", phase=phase)
     assert found.refused(accept=False) == []
     assert [change["path"] for change in found.recorded()] == ["phases.1", "phases.2"]
+    assert found.recorded()[1]["new"] == {"from_tokens": 90_000, "optimizer": {"lr": 2e-5}}, "as it was written"
 
 
 def test_the_present_phase_obeys_the_rules_of_its_fields() -> None:
