@@ -15,8 +15,10 @@ Bubble: idle share of the ranks' time between the first begin and the last end; 
     exact       with each action's own time: beyond this are the engine's links and what the host does between actions, whereas
                 what makes it differ from the others is the machine, which was not as fast for one micro-batch as for another
 
-A stage takes as long as stages of large models do (a forward of 150 ms; of the sleepers with two chunks, half of that): what is
-measured is the order, and a hop of a millisecond between four processes on two cores is not the bubble of a schedule.
+A stage takes as long as stages of large models do (a forward of 150 ms asleep, of 250 awake; with two chunks on a rank half of
+that): what is measured is the order, and a hop of a millisecond between processes that share cores is not a schedule's bubble.
+The real stages are wide rather than long: the V puts both ends of the model on one rank, and the loss, a hundredth of a narrow
+stage's work, would be a thirtieth of its bubble.
 
 `worst_sleeps`: largest |measured / formula - 1|, median over the rounds; `worst_matmuls`, `worst_matmuls_own_stages` and
 `worst_engine`: the same against calibrated, simulated and exact. All need a machine that is not busy: late wake-ups and stolen
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and say it."""
     chosen = common.options(__doc__.splitlines()[0], rounds=7).parse_args(arguments)
     rounds, seconds = (1, 0.002) if chosen.tiny else (chosen.rounds, 0.15)
-    m, few, hidden, length = 8, 4, *((32, 32) if chosen.tiny else (384, 512))
+    m, few, hidden, length = 8, 4, *((32, 32) if chosen.tiny else (768, 256))
     machine = common.Machine()
     sleeps = {name: compare(asleep, config_of(name, ranks=4, microbatches=m, hidden=32), rounds, seconds) for name in SCHEDULES}
     matmuls = {
