@@ -1,4 +1,4 @@
-"""Small files that other processes read at any moment: they see the old content or the new one, never a part.
+"""Files that other processes read at any moment: they see what is whole, never a part, also where a disk is full.
 
 Not durable: what must outlive a power cut belongs into the ledger or into storage.
 """
@@ -16,3 +16,18 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(data)
     os.replace(draft, path)
+
+
+def append_whole(fd: int, data: bytes, size: int) -> int:
+    """The file of `size` bytes behind `fd` (opened to append, by one writer) grows by `data`; its new size.
+
+    After an OSError none of it is there: half a line would damage every line after it.
+    """
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError:
+        os.ftruncate(fd, size)
+        raise
+    return size + len(data)

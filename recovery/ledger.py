@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from recovery.events import DECISIONS, AnyEvent, Event, LedgerFormatError, decode_line, encode_line
+from recovery.files import append_whole
 from recovery.uploader import ByteSink, Uploader
 
 __all__ = ["ByteSink", "Ledger", "LedgerBusyError", "LedgerFormatError", "read_all", "segment_name"]
@@ -70,12 +71,7 @@ class Ledger:
         """Atomic: the whole line is in the file or, after an OSError, none of it. Durable on return if it is a decision."""
         line = encode_line(event)
         fd = self._open()
-        try:
-            _write_all(fd, line)
-        except OSError:
-            os.ftruncate(fd, self._size)  # a half-written line would damage every line after it
-            raise
-        self._size += len(line)
+        self._size = append_whole(fd, line, self._size)
         if isinstance(event, DECISIONS):
             os.fdatasync(fd)
         if self._size >= self._segment_bytes:
@@ -201,12 +197,6 @@ def _parse(name: str) -> tuple[int, int]:
     if match is None:
         raise LedgerFormatError(f"{name!r} is not the name of a ledger segment")
     return int(match[1]), int(match[2])
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _rename(old: Path, new: Path) -> None:

@@ -8,6 +8,7 @@ step's own report, whichever is more, so a line is held back until then, and wri
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ from ftrain.config import Config
 from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.units import format_bytes
 from recovery.events import Event, StorageNotice
+from recovery.files import append_whole
+
+log = logging.getLogger(__name__)
 
 MAX_HELD = 256
 """Lines: of some batches of steps that are measured together (ftrain.train.times)."""
@@ -33,7 +37,9 @@ class MetricsFile:
 
     def __init__(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = (Path(folder) / "metrics.jsonl").open("ab")
+        self._fd = os.open(Path(folder) / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+        self._missed = 0  # lines, since one was written
         self._held: list[tuple[StepDone, int, str]] = []
         self._rates: Rates | None = None
         self._basis: tuple[Config, str, str] | None = None
@@ -71,7 +77,7 @@ class MetricsFile:
         """Write what is held back, and close the file."""
         while self._held:
             self._write(None)
-        self._file.close()
+        os.close(self._fd)
 
     def _write(self, times: StepTimes | None) -> None:
         done, attempt, layout = self._held.pop(0)
@@ -88,8 +94,20 @@ class MetricsFile:
             record |= {**rate_record(rate), **self._rates.terms(), **msgspec.to_builtins(times)}
             self._whole = record
         record.pop("type", None)
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
+        self._keep(msgspec.json.encode(record) + b"\n")
+
+    def _keep(self, line: bytes) -> None:
+        # A run does not end for want of its plots: the ledger is the record, and waits in memory for room.
+        try:
+            self._size = append_whole(self._fd, line, self._size)
+        except OSError as error:
+            if not self._missed:
+                log.error("metrics.jsonl cannot be written, its lines are left out until it can: %s", error)
+            self._missed += 1
+            return
+        if self._missed:
+            log.warning("metrics.jsonl is written again; %d lines were left out", self._missed)
+            self._missed = 0
 
 
 def told(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, decode_worker, encode
 from ftrain.compose.metrics import MetricsFile, memory_text, newest, shares_text, told
 from ftrain.config import Config
 from ftrain.load import load
+from tests.chaos.test_disk import fill
 
 CONFIG: Config = load(str(Path(__file__).parents[3] / "configs" / "tiny-dp2.toml"))
 
@@ -102,6 +106,32 @@ def test_the_newest_whole_line_is_found(tmp_path: Path) -> None:
     assert found is not None
     assert found["step"] == 1
     assert told(found)["step_went_to"] == "compute 80%, data 20%"
+
+
+def test_a_full_disk_costs_lines_and_neither_the_run_nor_a_half_line(
+    small_disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = small_disk(1)
+    file = MetricsFile(str(disk))
+    write_steps(file, 1, 3)
+    fill(disk)
+    write_steps(file, 3, 40)  # the last block of the file takes some
+    (disk / "ballast").unlink()
+    write_steps(file, 40, 42)
+    file.close()
+    steps = [line["step"] for line in lines(disk)]
+    kept = steps[:-2]
+    assert kept == list(range(1, len(kept) + 1))
+    assert 2 <= len(kept) < 39
+    assert steps[-2:] == [40, 41]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert f"; {39 - len(kept)} lines were left out" in caplog.text
+
+
+def write_steps(file: MetricsFile, first: int, end: int) -> None:
+    for step in range(first, end):
+        file.append(done(step), attempt=0, layout="dp2")
+        file.times(times(step), CONFIG)
 
 
 def test_texts_of_nothing() -> None:
