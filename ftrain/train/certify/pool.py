@@ -120,6 +120,8 @@ class Pool:
     def _ready(self, waiting: Mapping[int, Channel[Reply]], deadline: float) -> list[int]:
         for link in waiting.values():
             link.flush()
+        if gone := [rank for rank, link in waiting.items() if link.closed]:  # a socket that is closed cannot be waited for
+            return gone
         poll = select.poll()
         numbers = {link.fileno(): rank for rank, link in waiting.items()}
         for rank, link in waiting.items():
