@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ftrain
 from benchmarks.peers.dcp import BESIDE, FORMS, begin, planner_of, stager_of
-from ftrain.checkpoint.checkpointer import Save
+from ftrain.checkpoint.script_save import Save
 
 BLOCKS = {"full": (10, 2048), "tiny": (2, 96)}
 BATCH = 32

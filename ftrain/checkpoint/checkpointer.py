@@ -20,46 +20,30 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from ftrain.checkpoint.beside import Beside, Later, Overlap
+from ftrain.checkpoint.beside import Beside, Overlap
 from ftrain.checkpoint.known import Known
 from ftrain.checkpoint.pieces import Holding, Pieces, holdings_of, plan
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import encoded, merged
 from ftrain.checkpoint.script_link import Keepers, SaveError
-from ftrain.checkpoint.script_load import load_newest, stored_until
+from ftrain.checkpoint.script_load import load_newest, stored_until, take_epoch
 from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
+from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
 from ftrain.supervised import StateStored, reporter
 from storage.compress import compressor_named
 from storage.objects import ObjectStore, open_store
-from storage.run import RunStore
 
 log = logging.getLogger("ftrain.checkpoint")
 
 RUN = "FTRAIN_RUN"
 LEVEL = 5  # of compression: a higher one takes longer and saves nothing on numbers
-
-
-@dataclass(slots=True)
-class Save:
-    """One save of this rank, under way."""
-
-    step: int
-    flat: Flat = field(default_factory=lambda: Flat({}, [], [], {}))
-    later: Later | None = None
-    record: bytes = b""
-    fits: bool = False  # the plan and the slots are right for this state
-    problem: Exception | None = None  # it cannot be saved
-    slot: str = ""  # filled, and not published yet
-    overlaps: bool = False  # some of it is to be copied yet
-    broken: Exception | None = None  # the slot could not be filled
 
 
 class Checkpointer:
@@ -110,7 +94,7 @@ class Checkpointer:
         self._pieces: Pieces | None = None  # of the state that the slots are for
         self._known, self._generation = Known(), 0  # the latter of the slots
         self._beside, self._closed = Beside(overlap, self.wait_copied), False
-        self._newest, self._saved_any = 0, False
+        self._newest, self._saved_any, self._careful = 0, False, False
         self.committed: int | None = None
         """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
         self.passed_over: tuple[tuple[int, str], ...] = ()
@@ -147,21 +131,7 @@ class Checkpointer:
         if self._slots is not None:  # they belong to the epoch before
             self._slots.close()
             self._slots, self._pieces, self._generation = None, None, self._generation + 1
-        said, problem = b"", None
-        if self._ranks.rank == 0:
-            try:
-                epoch = RunStore(self._store).take_epoch(
-                    owner={"pid": os.getpid(), "host": os.uname().nodename}, starts_from=starts_from
-                )
-                said = msgspec.msgpack.encode((epoch, found.attempt if (found := reporter()) is not None else 0))
-            except Exception as error:
-                problem = error
-        told = self._ranks.first_says(said)
-        if problem is not None:
-            raise problem
-        if not told:
-            raise SaveError("rank 0 could not take over the run; its own error says why")
-        epoch, attempt = msgspec.msgpack.decode(told, type=tuple[int, int])
+        epoch, attempt = take_epoch(self._store, self._ranks, starts_from)
         self._start = msgspec.structs.replace(self._start, epoch=epoch, attempt=attempt)
         self._keepers = Keepers(self._start)
 
@@ -174,7 +144,8 @@ class Checkpointer:
         `load`. `step` is the number of finished steps and grows. The checkpoint exists when all ranks' shares are stored;
         `wait` waits for that. What is wrong on one rank is raised on all, and none has begun then: SaveError if an earlier save
         has failed (with `on_error="raise"`) or nobody is left to store this one, ValueError for a step that cannot come now,
-        StateError (a SaveError on the other ranks) for a state that cannot be saved.
+        StateError (a SaveError on the other ranks) for a state that cannot be saved. With `overlap` the others do not wait to
+        hear of it: that save fails on them as one that could not be stored does.
         """
         begin = time.monotonic()
         self._check_open()
@@ -185,8 +156,6 @@ class Checkpointer:
         try:
             if self._settle(save):
                 self._publish(save)
-            else:
-                log.warning("step %d is not saved: two earlier saves are still on their way", step)
         finally:
             self._give_back(save)  # if it was filled, and not published
         seconds = time.monotonic() - begin
@@ -219,25 +188,55 @@ class Checkpointer:
         """
         free = self._slots is not None and self._slots.has_free()
         failed = save.problem is not None or (self._on_error == "raise" and bool(self._failed))
-        busy = self._when_busy == "skip" and self._slots is not None and not free
-        votes = self._ranks.largest([failed, not save.fits, busy, save.step, -save.step])
-        if save.fits and free:
+        if save.fits and free and not failed and save.later is not None and not self._careful:
             self._fill(save)
-        any_failed, any_changed, any_busy, last, first = votes()
-        if any_failed or any_changed or any_busy or last != -first:
+            if save.slot and save.overlaps:
+                return True  # the thread that copies asks the others
+        busy = self._when_busy == "skip" and self._slots is not None and not free
+        votes = self._ranks.largest(Vote(failed, not save.fits, busy, 0, save.step, -save.step))
+        if save.fits and free and not (save.slot or save.broken):
+            self._fill(save)
+        vote, save.agreed = Vote(*votes()), True
+        if not vote.clear:
             self._give_back(save)
-        if any_failed:
+        if vote.failed:
             self._agree(save.problem)
-        if last != -first:
-            raise ValueError(f"the ranks save steps {-first} to {last}, this one {save.step}: all save after the same step")
-        if any_changed:
+        if vote.steps_differ:
+            raise ValueError(vote.steps_differ)
+        if vote.changed and vote.ahead:
+            self._careful = True
+            self._refuse(save.step, ALONE)
+            return False
+        if vote.changed:
             self._replan(save.flat)
-        elif any_busy:
+        elif vote.busy:
+            log.warning(BUSY, save.step)
             return False
         if not (save.slot or save.broken):
             self._wait_free()
             self._fill(save)
         return True
+
+    def _asked(self, save: Save) -> bool:
+        """On the thread that copies: whether the save takes place, of which this rank has no doubt. Nobody is planned anew for
+        then: what was not put off may have changed by now. A save that does not take place is a failed one, on all ranks.
+        """
+        vote = Vote(*self._ranks.largest(Vote(0, 0, 0, 1, save.step, -save.step))())
+        if vote.failed:
+            self._refuse(save.step, self._ranks.agreed(None) or "")
+        elif vote.steps_differ:
+            self._refuse(save.step, vote.steps_differ)
+        elif vote.changed:
+            self._careful = True
+            self._refuse(save.step, ALONE)
+        elif vote.busy:
+            log.warning(BUSY, save.step)
+        return vote.clear
+
+    def _refuse(self, step: int, why: str) -> None:
+        text = f"step {step} is not saved: {why}"
+        log.error("%s", text)
+        self._failed += [text] if self._on_error == "raise" else []
 
     def _wait_free(self) -> None:
         assert self._slots is not None
@@ -273,8 +272,15 @@ class Checkpointer:
             link.copied(name, step, f"the copy failed: {type(save.broken).__name__}: {save.broken}")
             raise save.broken
         name, save.slot = save.slot, ""
+
+        def announce() -> bool:
+            if save.agreed or self._asked(save):
+                link.saved(name, step, record)
+                return True
+            return False
+
         if save.overlaps:
-            self._slots.go_on(lambda: link.saved(name, step, record), lambda problem: link.copied(name, step, problem))
+            self._slots.go_on(announce, lambda problem: link.copied(name, step, problem))
         else:
             link.saved(name, step, record)
 
@@ -311,6 +317,7 @@ class Checkpointer:
             problem = error
         self._raise_together(problem)
         self._pieces = Pieces(made)
+        self._careful = self._careful or self._ranks.alone or any(leaf.varies for leaf in flat.leaves)
 
     def _let_go_slots(self) -> None:
         """When the keeper has nothing left to do with them."""
@@ -326,9 +333,7 @@ class Checkpointer:
         """Take in what the keeper has said; what failed is remembered, if it is to be raised."""
         for message in self._keepers.news():
             if message.error:
-                text = f"step {message.step} is not saved: {message.error}"
-                log.error("%s", text)
-                self._failed += [text] if self._on_error == "raise" else []
+                self._refuse(message.step, message.error)
             elif isinstance(message, CommitDone):
                 self.committed = message.step
             self._tell_supervisor(message)

@@ -7,6 +7,7 @@ tried. Trouble with the store itself is nobody's damage; it is raised, on every 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ import msgspec
 from ftrain.checkpoint.bind import binder_of
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import StateError
+from ftrain.checkpoint.script_link import SaveError
 from ftrain.checkpoint.script_messages import RECORD
-from ftrain.supervised import Commit
+from ftrain.supervised import Commit, reporter
 from storage.catalog import CheckpointState
 from storage.checkpoint import Checkpoint
 from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing, StorageError
@@ -45,6 +47,26 @@ def load_newest(
             log.warning("the checkpoint of step %d is passed over: %s", chosen, problem)
         without[chosen] = problem
     return None, without
+
+
+def take_epoch(store: ObjectStore, ranks: Ranks, starts_from: int | None) -> tuple[int, int]:
+    """Take over the run, which goes on from this step (None: from the beginning); the epoch, and which attempt of a supervised
+    run this is. A collective; SaveError on all ranks, or on rank 0 its own error, if that is impossible.
+    """
+    said, problem = b"", None
+    if ranks.rank == 0:
+        try:
+            owner = {"pid": os.getpid(), "host": os.uname().nodename}
+            epoch = RunStore(store).take_epoch(owner=owner, starts_from=starts_from)
+            said = msgspec.msgpack.encode((epoch, found.attempt if (found := reporter()) is not None else 0))
+        except Exception as error:
+            problem = error
+    told = ranks.first_says(said)
+    if problem is not None:
+        raise problem
+    if not told:
+        raise SaveError("rank 0 could not take over the run; its own error says why")
+    return msgspec.msgpack.decode(told, type=tuple[int, int])
 
 
 def stored_until(store: ObjectStore, step: int) -> tuple[Commit, ...]:

@@ -109,13 +109,19 @@ class ScriptSlots:
             raise
         return self.names[index]
 
-    def go_on(self, announce: Callable[[], None], over: Callable[[str], None]) -> None:
-        """Begin with what was put off. On the copy's thread `announce` is called before, and `over` when all is copied, with
-        what went wrong, if anything; the slot means nothing then.
+    def go_on(self, announce: Callable[[], bool], over: Callable[[str], None]) -> None:
+        """Begin with what was put off. On the copy's thread `announce` is called before, and says whether the slot is wanted at
+        all; `over` when all is copied, with what went wrong, if anything: then the slot means nothing.
         """
         assert self._due is not None, "fill comes first"
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="ftrain-copy")
-        self._copying, self._due = self._pool.submit(_beside, self._due, announce, over), None
+        self._copying, self._due = self._pool.submit(self._beside, self._due, announce, over), None
+
+    def _beside(self, copy: Callable[[], str], announce: Callable[[], bool], over: Callable[[str], None]) -> None:
+        if announce():
+            over(copy())
+        else:
+            self.give_back()
 
     def give_back(self) -> None:
         """What was filled is not wanted after all."""
@@ -201,11 +207,6 @@ def _version(tensor: torch.Tensor) -> int:
     its local part does not notice.
     """
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _beside(copy: Callable[[], str], announce: Callable[[], None], over: Callable[[str], None]) -> None:
-    announce()
-    over(copy())
 
 
 def _copy_later(

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftrain.checkpoint.known import Known, Place, Places, identical, place_of
-from ftrain.checkpoint.per_rank import PerRank
+from ftrain.checkpoint.per_rank import PerRank, RandomState
 from ftrain.checkpoint.record import Node, StateError, kind_of, of_mapping, of_sequence, plain
 
 MAX_NAME = 400
@@ -46,6 +46,8 @@ class Leaf:
     alike: bool
     own: bool
     place: Place = ()
+    varies: bool = False
+    """Its shape may be another one on this rank alone: it is its own, and no generator's."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class _Flattener:
     memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     own: bool = False
+    varies: bool = False
     alike: bool = False
 
     def node(self, value: Any, path: str, name: str) -> Node:
@@ -126,7 +129,7 @@ class _Flattener:
         part: Part | None = self.known.part(path)
         told = part is not None and identical(part.key, key)
         if part is None or not told:
-            inner = _Flattener(self.rank, self.models, self.known, own=self.own, alike=self.alike)
+            inner = _Flattener(self.rank, self.models, self.known, own=self.own, varies=self.varies, alike=self.alike)
             node = msgspec.Raw(msgspec.json.encode(walk(inner)))
             names, addresses = frozenset(inner.names), frozenset(inner.addresses)
             part = Part(key, node, inner.leaves, inner.sources, names, addresses, inner.memory, inner.tied)
@@ -144,9 +147,10 @@ class _Flattener:
         return part.node
 
     def _per_rank(self, value: PerRank, path: str, name: str) -> Node:
-        before, self.own = self.own, True
+        before = self.own, self.varies
+        self.own, self.varies = True, not isinstance(value.value, RandomState)
         node = self.node(value.value, path, f"{name}/rank-{self.rank:05d}")
-        self.own = before
+        self.own, self.varies = before
         return {"rank": value.other_world, "values": [node]}
 
     def _module(self, module: nn.Module, path: str, name: str) -> Node:
@@ -218,7 +222,7 @@ class _Flattener:
         known: Leaf | None = self.known.leaves.get(path)
         if known is not None and (known.array, known.alike, known.own, known.place) == (array, self.alike, self.own, place):
             return known
-        return Leaf(path, array, tensor.detach(), self.alike, self.own, place)
+        return Leaf(path, array, tensor.detach(), self.alike, self.own, place, self.varies)
 
     def _unique(self, name: str) -> str:
         name = stored_name(name)

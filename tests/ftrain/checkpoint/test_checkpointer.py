@@ -361,7 +361,7 @@ def test_a_tensor_whose_memory_is_gone_fails_that_save_alone(tmp_path: Path) -> 
 
 
 def test_a_record_larger_than_a_sockets_buffer_reaches_the_keeper_with_its_save(tmp_path: Path) -> None:
-    state = {"w": torch.ones(10), "seen": list(range(300_000))}
+    state = {"w": torch.ones(10), "note": "seen " * 200_000}
     with open_run(tmp_path) as checkpointer:
         checkpointer.load(state)
         checkpointer.save(1, state)
