@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,7 +86,7 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)  # also takes over the command's own options
     def gathered(**given: Any) -> None:
         options = {name: given.pop(name) for name in _OPTIONS}
-        options["params"] = round(options["params"])
+        options["params"] = ceil(options["params"])
         asked = Asked(
             config=given.pop("config"),
             overrides=given.pop("overrides"),
@@ -111,7 +112,7 @@ def resolve(asked: Asked) -> Setup:
     """The setup of the plan. Hardware: --hardware, else the config's, else the laptop for CPU runs or h100, which is said."""
     from ftrain.load import load
     from ftrain.plan import profile
-    from ftrain.plan.setup import Setup, options_of
+    from ftrain.plan.setup import Setup, options_of, wrong_inner, wrong_sharding
 
     config = of_phase(asked.loaded or load(asked.config, asked.overrides), asked.phase)
     name = asked.hardware or profile.of(config)
@@ -121,7 +122,10 @@ def resolve(asked: Asked) -> Setup:
     hardware = profile.load(name)
     if asked.peak:
         hardware = hardware.with_peak(asked.peak, config.machine.compute_dtype)
-    return Setup(config=config, profile=hardware, options=options_of(config, **asked.options))
+    found = Setup(config=config, profile=hardware, options=options_of(config, **asked.options))
+    if wrong := wrong_inner(found) or wrong_sharding(config, found.options):
+        raise ValueError(wrong)
+    return found
 
 
 def show(asked: Asked, answer: Answer) -> None:

@@ -31,6 +31,9 @@ class Cluster:
     """Operations that a member could have done while it passes on one token's keys and values."""
 
 
+MOST_SEQUENCES = 100_000
+
+
 def histogram(text: str) -> list[tuple[int, int]]:
     """`4096:6,131072:2`: six sequences of 4,096 tokens and two of 131,072."""
     found = []
@@ -42,6 +45,8 @@ def histogram(text: str) -> list[tuple[int, int]]:
             raise ValueError(f"--lengths {text}: wanted LENGTH:COUNT,LENGTH:COUNT") from error
     if any(length < 1 or count < 1 for length, count in found):
         raise ValueError(f"--lengths {text}: lengths and counts start at 1")
+    if (total := sum(count for _, count in found)) > MOST_SEQUENCES:
+        raise ValueError(f"--lengths: {total:,} sequences are laid out one by one: wanted at most {MOST_SEQUENCES:,} in all")
     return found
 
 

@@ -17,6 +17,8 @@ Number = int | float | Fraction
 Value = Number | str | bool
 
 _DECIMAL: tuple[tuple[int, str], ...] = ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_LARGE = 10**24
+
 _TIMES: tuple[tuple[float, str], ...] = (
     (31_557_600.0, "years"),
     (86_400.0, "days"),
@@ -146,9 +148,19 @@ def plain(value: Value) -> int | float | str | bool:
 
 def decimal(value: Number, *, digits: int | None = None) -> str:
     """All digits of an exact decimal (7.8125), or `digits` of them after the point; thousands are set off by commas."""
+    if value >= _LARGE or value <= -_LARGE:
+        return _scientific(value)
     if digits is None and isinstance(value, int | Fraction):
         digits = _exact_digits(Fraction(value))
     return f"{_round(value, 6 if digits is None else digits):,}"
+
+
+def _scientific(value: Number) -> str:
+    """A number that nobody reads digit by digit; it may be larger than any float."""
+    from decimal import Decimal
+
+    exact = Decimal(value) if isinstance(value, float) else Decimal(value.numerator) / Decimal(value.denominator)
+    return f"{exact:.5g}"
 
 
 def _exact_digits(value: Fraction) -> int:

@@ -206,8 +206,6 @@ def _inner_groups(setup: Setup) -> tuple[str, ...]:
     mesh, inner = setup.mesh, setup.options.inner
     if setup.options.sharding not in ("hsdp", "hfsdp"):
         return ()
-    if mesh.shards % inner:
-        raise ValueError(f"--inner {inner}: wanted a divisor of DP x CP = {mesh.dp} x {mesh.cp}")
     distance = mesh.group(0, SHARD_AXES)[1] if mesh.shards > 1 else 1
     span, gpus = distance * inner, setup.profile.server.gpus
     if span <= gpus:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from ftrain.combinations import head_dim, kv_heads
 from ftrain.plan.setup import Setup
 
+MOST_LAYERS = 4096
+"""Of a model whose buffers are planned bucket by bucket; nobody has built a deeper one, and its padding is left out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
@@ -132,7 +135,7 @@ def alignment(setup: Setup, rank: int) -> dict[int, int]:
     from ftrain.parallel.layout import parameters
     from ftrain.parallel.shape import Coordinate
 
-    if setup.options.sharding != "zero1":
+    if setup.options.sharding != "zero1" or setup.config.model.layers > MOST_LAYERS:
         return {}
     if "specs" not in setup.staged:
         counts = tuple(len(layers) for layers in setup.stages)

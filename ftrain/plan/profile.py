@@ -8,6 +8,8 @@ a fact; `--set` does not reach it, a copy of the file does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -151,6 +153,26 @@ def load(name: str) -> Profile:
     if not path.is_file():
         raise ValueError(f"no hardware profile {name!r}: give one of {', '.join(names())}, or the path of a .toml file")
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=Profile)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"hardware profile {path}: {error}") from error
+        found = msgspec.toml.decode(path.read_bytes(), type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"hardware profile {path}: {error}. Compare with {FOLDER / 'h100.toml'}") from error
+    except OSError as error:
+        raise ValueError(f"hardware profile {path}: cannot be read ({error.strerror})") from error
+    if problem := next(_problems(found), ""):
+        raise ValueError(f"hardware profile {path}: {problem}")
+    return found
+
+
+def _problems(profile: Profile) -> Iterator[str]:
+    """What the types do not say."""
+    missing = [name for name in ("gpu", "server", "network", "assumed") if name not in profile.sources]
+    if missing:
+        yield f"sources has no {', '.join(missing)}: every number says where it is from"
+    numbers = {f"gpu.{name}": value for name, value in structs.asdict(profile.gpu).items()}
+    numbers |= {f"server.{name}": value for name, value in structs.asdict(profile.server).items()}
+    for name, value in numbers.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} = {value}: wanted a finite number"
+    sizes = [tier.gpus for tier in profile.tiers]
+    if not sizes or sizes != sorted(sizes) or sizes[0] < profile.server.gpus:
+        yield f"tiers of {sizes} GPUs, servers of {profile.server.gpus}: wanted one or more, each as large as what it holds"

@@ -20,7 +20,7 @@ from ftrain.plan import memory
 from ftrain.plan import time as clock
 from ftrain.plan.figure import Answer, Section, Table, Value, number, said, seconds, size, why
 from ftrain.plan.schedule import bubble_of_compute, of_total
-from ftrain.plan.setup import Recompute, Setup, layout
+from ftrain.plan.setup import Recompute, Setup, layout, wrong_inner
 from ftrain.plan.traffic import refusals as crossing
 from ftrain.plan.volume import volumes
 from ftrain.units import plural
@@ -102,6 +102,8 @@ def _illegal(setup: Setup) -> str:
     problems = [problem for problem in combinations(setup.config) if not problem.path.startswith("schedule.")]
     if problems:
         return f"{problems[0].path}: {problems[0].allowed}"
+    if wrong_inner(setup):
+        return "inner: a divisor of DP x CP"
     if setup.options.schedule == "interleaved" and setup.microbatches % setup.mesh.pp:
         return "interleaved: micro-batches in multiples of the stages"
     if setup.mesh.pp * setup.chunks > setup.config.model.layers:

@@ -12,7 +12,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from ftrain.combinations import head_dim, kv_heads, num_chunks
+from msgspec import structs
+
+from ftrain.combinations import combinations, head_dim, kv_heads, num_chunks
 from ftrain.config import Config, Sharding
 from ftrain.load import active_parameters, num_parameters
 from ftrain.parallel.partition import partition_layers
@@ -251,6 +253,27 @@ class Setup:
         for stage, owner in enumerate(owners):
             held[owner].append(stage)
         return tuple(tuple(stages) for stages in held)
+
+
+def wrong_inner(setup: Setup) -> str:
+    """Why replicas cannot be grouped as asked; empty if they can, or are not."""
+    mesh, inner, sharding = setup.mesh, setup.options.inner, setup.options.sharding
+    if sharding not in ("hsdp", "hfsdp"):
+        return f"--inner {inner} has no effect on {sharding}: use --sharding hsdp or hfsdp" if inner > 1 else ""
+    if mesh.shards % inner or inner < 2:
+        return f"--inner {inner}: wanted a divisor of DP x CP = {mesh.dp} x {mesh.cp}, 2 or more"
+    return ""
+
+
+def wrong_sharding(config: Config, options: Options) -> str:
+    """Why the engine would refuse this way of sharing with the rest of the config, by the loader's own rules; empty if not."""
+    schedule = options.schedule.replace("-", "_") if config.parallel.pp > 1 else "1f1b"
+    parallel = structs.replace(
+        config.parallel, sharding=options.sharding, schedule=schedule, overlap_reduce=False, overlap_gather=False
+    )
+    asked = structs.replace(config, parallel=parallel)
+    found = [problem for problem in combinations(asked) if problem.path == "parallel.sharding"]
+    return f"--sharding {options.sharding}: {found[0].given}; allowed: {found[0].allowed}" if found else ""
 
 
 def layout(mesh: MeshShape) -> str:

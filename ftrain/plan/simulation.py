@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from math import ceil
+from math import ceil, floor, isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,8 @@ from ftrain.ramp import position
 from ftrain.units import plural
 
 DAY = 86400.0
+MOST_FAILURES = 50_000
+"""Of a simulation: some seconds of this computer, and a dozen variants of it are asked as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,12 @@ def rules(setup: Setup, question: Question) -> Rules:
     )
     kinds = {f.name: f.type for f in fields(Rules)}
     changed: dict[str, Any] = {name: int(value) if kinds[name] == "int" else value for name, value in given.items()}
-    return replace(base, **changed)
+    found = replace(base, **changed)
+    if found.nodes_per_replica > found.nodes:
+        raise ValueError(
+            f"nodes_per_replica = {found.nodes_per_replica}: wanted at most nodes = {found.nodes}, or no replica is whole"
+        )
+    return found
 
 
 def _assumed(pairs: Sequence[str]) -> dict[str, float]:
@@ -82,7 +89,23 @@ def _assumed(pairs: Sequence[str]) -> dict[str, float]:
             found[name] = float(value)
         except ValueError as error:
             raise ValueError(f"--assume {pair}: wanted {name}=NUMBER") from error
+        if wanted := _wanted(name, found[name]):
+            raise ValueError(f"--assume {pair}: wanted {wanted}")
     return found
+
+
+def _wanted(name: str, value: float) -> str:
+    """What an assumption must be that this value is not; empty if it is."""
+    if name in ("nodes", "nodes_per_replica") and not (value >= 1 and isfinite(value)):
+        return "1 or more"
+    if name == "straggler_speed" and not 0 < value <= 1:
+        return "a share of the full speed, above 0 and at most 1"
+    if name == "step_s" and not (value > 0 and isfinite(value)):
+        return "a time above 0"
+    whole = {f.name for f in fields(Rules) if f.type == "int"} - {"seed"}
+    if (name in whole and value != floor(value)) or not isfinite(value):
+        return "a whole number" if name in whole else "a finite number"
+    return "0 or more" if value < 0 and name != "seed" else ""
 
 
 def failures(setup: Setup, question: Question) -> list[Failure]:
@@ -93,6 +116,12 @@ def failures(setup: Setup, question: Question) -> list[Failure]:
     rate = question.rate or table.per_1000_node_days
     nodes = checkpoint.nodes(setup)
     span, seed = question.days * DAY, question.seed
+    expected = nodes * (rate + question.stragglers) / 1000 * question.days
+    if expected > MOST_FAILURES:
+        raise ValueError(
+            f"{expected:,.0f} failures are expected in {question.days:g} days of {nodes:,} nodes: wanted at most "
+            f"{MOST_FAILURES:,}. Lower --days, --rate or --stragglers"
+        )
     found = list(failure_source.drawn(table, rate=rate, nodes=nodes, seconds=span, seed=seed))
     slow = failure_source.stragglers(rate=question.stragglers, nodes=nodes, seconds=span, seed=seed)
     return sorted([*found, *slow], key=lambda failure: failure.t)

@@ -86,6 +86,21 @@ def test_the_planner_imports_no_torch_and_no_zarr() -> None:
         (["simulate", "CONFIG", "--lengths", "4:x", "--set", "parallel.cp=2"], "wanted LENGTH:COUNT"),
         (["simulate", "CONFIG", "--lengths", "9000", "--set", "parallel.cp=2"], "more than data.seq_len"),
         (["simulate", "CONFIG", "--hardware", "laptop"], "peak unknown"),
+        (["search", "CONFIG", "--sharding", "hsdp", "--inner", "3"], "wanted a divisor of DP x CP = 32 x 1"),
+        (["traffic", "CONFIG", "--sharding", "hsdp"], "2 or more"),
+        (["memory", "CONFIG", "--inner", "4"], "no effect on zero1: use --sharding hsdp or hfsdp"),
+        (["traffic", "CONFIG", "--sharding", "fsdp", "--schedule", "zb-h1", "--set", "parallel.pp=2"], "FSDP sums gradients"),
+        (["memory", "CONFIG", "--sharding", "fsdp", "--set", "model.tied=true", "--set", "parallel.pp=2"], "an untied head"),
+        (["simulate", "CONFIG", "--assume", "nodes=0"], "nodes=0: wanted 1 or more"),
+        (["simulate", "CONFIG", "--assume", "nodes=inf"], "nodes=inf: wanted 1 or more"),
+        (["simulate", "CONFIG", "--assume", "spares=1.5"], "wanted a whole number"),
+        (["simulate", "CONFIG", "--assume", "step_s=0"], "wanted a time above 0"),
+        (["simulate", "CONFIG", "--assume", "repair_s=-1"], "wanted 0 or more"),
+        (["simulate", "CONFIG", "--assume", "upload_s=nan"], "wanted a finite number"),
+        (["simulate", "CONFIG", "--assume", "straggler_speed=0"], "above 0 and at most 1"),
+        (["simulate", "CONFIG", "--assume", "nodes_per_replica=100"], "or no replica is whole"),
+        (["simulate", "CONFIG", "--rate", "1e9", "--days", "1"], "Lower --days, --rate or --stragglers"),
+        (["simulate", "CONFIG", "--lengths", "4:99999999", "--set", "parallel.cp=2"], "wanted at most 100,000 in all"),
     ],
 )
 def test_what_is_wrong_is_said_and_ends_with_the_config_code(arguments: list[str], message: str) -> None:
@@ -186,6 +201,8 @@ def test_numbers_are_printed_exactly(value: Fraction | float, digits: int | None
 
 
 def test_sizes_and_times_are_printed_for_people() -> None:
+    assert figure.decimal(1e300) == "1.0000e+300"
+    assert figure.decimal(Fraction(10**400, 3)) == "3.3333e+399"
     assert figure.size(48_046_875_000) == "48.046875 GB"
     assert figure.size(-1500) == "-1.5 kB"
     assert figure.size(12) == "12 B"
@@ -213,7 +230,20 @@ def test_a_profile_of_ones_own_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text((profile.FOLDER / "h100.toml").read_text().replace('name = "h100"', 'name = "mine"'))
     assert profile.load(str(path)).name == "mine"
-    path.write_text(path.read_text().replace("memory_gb =", "memory_gib ="))
+    good = path.read_text()
+    for old, new, said in [
+        ("memory_gb = 80", "memory_gb = inf", r"gpu.memory_gb = inf: wanted a finite number"),
+        ("gpus = 16", "gpus = 4", "each as large as what it holds"),
+        ("assumed =", "guessed =", "sources has no assumed"),
+        ("[gpu]", "[gpu", f"hardware profile {path}"),
+    ]:
+        path.write_text(good.replace(old, new))
+        with pytest.raises(ValueError, match=re.escape(said)):
+            profile.load(str(path))
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=re.escape(f"hardware profile {path}")):
+        profile.load(str(path))
+    path.write_text(good.replace("memory_gb =", "memory_gib ="))
     with pytest.raises(ValueError, match="memory_gib"):
         profile.load(str(path))
 
