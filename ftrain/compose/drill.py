@@ -2,9 +2,10 @@
 
 The unbroken run goes first, for half of the time. Then the other one runs under the real supervisor, started by the very
 command a person would type, while its processes are struck at random; a run that ends too early is started again, as a person
-would. It is stopped when it has got as far and has committed a checkpoint of a step finished after the last strike and the last
-recovery: an earlier one would say nothing about them. The digests of both runs there, recomputed from what lies in storage,
-must be equal. If the unbroken run did not get as far, it is made anew, from its beginning: resumed it would not be unbroken.
+would. It is stopped once all strikes are over and a checkpoint is committed of a step finished after the last of them and the
+last recovery: an earlier one would say nothing about them. The digests of both runs there, recomputed from what lies in
+storage, must be equal. If the unbroken run did not get as far, it is made anew, from its beginning: resumed it would not be
+unbroken.
 """
 
 from __future__ import annotations
@@ -111,16 +112,21 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
     faults = inside(strikes, steps=step, seconds=half_s)
     broken = Course(variant(config, folder / "broken", faults), folder)
     planned = f"{len(strikes)} {'strike' if len(strikes) == 1 else 'strikes'} planned"
-    say(f"the run under fire, to step {step} and a checkpoint after the last strike: {planned}")
+    say(f"the run under fire, to a checkpoint after the last strike: {planned}; the unbroken run got to step {step}")
     fire = Fire(broken, [strike for strike in strikes if BY_NAME[strike.kind].target != "inside"], say)
     limit_s = max(LEAST_PATIENCE_S, PATIENCE * half_s)
-    compared = broken.run_until(step, limit_s, fire)
+    compared = broken.run_until(min(step, _after_all(faults)), limit_s, fire)
     if compared not in unbroken.committed:
         say(f"the unbroken run, anew, to the checkpoint of step {compared}")
         shutil.rmtree(unbroken.url)
         unbroken = Course(unbroken.config, folder)
         unbroken.run_alone(limit_s, compared)
     return _compare(unbroken, broken, compared, [*fire.struck, *fired(broken)])
+
+
+def _after_all(faults: Sequence[Fault]) -> int:
+    """A step that is only finished once workers have made these on themselves."""
+    return 1 + max((fault.step for fault in faults), default=0)
 
 
 def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ftrain.cli.drill import possible
+from ftrain.compose.strikes import BY_NAME, TABLE_5, plan
 from tests.commands import ftrain
 from tests.runs import FTRAIN, TinyRun
 
@@ -33,22 +35,27 @@ def drilled(run: TinyRun, *options: str, limit_s: float) -> dict[str, Any]:
     return outcome
 
 
-def test_half_a_minute(tmp_path: Path, corpus: str) -> None:
-    """What every test run can afford of `test_two_minutes`: the same code, the same proof, five kinds of faults. Two minutes of
-    drilling are four or more in which a run computes as fast as it can, and a test run has two processors for all of its tests.
-    """
-    run = TinyRun(folder=tmp_path, corpus=corpus)
-    outcome = drilled(run, "--minutes", "0.4", "--every", "3", "--seed", "4792", limit_s=400)
-    assert set(outcome["confusion"]) == {"flip", "worker-abort", "nan", "worker-kill", "store-outage"}
-
-
-@pytest.mark.slow
+@pytest.mark.minutes(2.5)
 def test_two_minutes(tmp_path: Path, corpus: str) -> None:
+    """Half of them left alone, half of them under fire."""
     run = TinyRun(folder=tmp_path, corpus=corpus)
-    outcome = drilled(run, "--minutes", "2", "--every", "6", "--seed", "1", limit_s=1200)
-    assert len(outcome["confusion"]) >= 5
+    outcome = drilled(run, "--minutes", "2", "--every", "6", "--seed", "8", limit_s=1200)
+    strikes = plan(possible(tuple(BY_NAME)), seed=8, seconds=60, mean_gap_s=6, ranks=run.ranks)
+    assert sorted(strike["kind"] for strike in outcome["struck"]) == sorted(strike.kind for strike in strikes)
+    assert len(outcome["confusion"]) >= 10
+    for kind, classes in outcome["confusion"].items():
+        assert classes.keys() <= BY_NAME[kind].classes
 
 
+@pytest.mark.minutes(6)
+@pytest.mark.slow
+def test_five_minutes_of_the_mix_of_llama_3(tmp_path: Path, corpus: str) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus)
+    outcome = drilled(run, "--minutes", "5", "--every", "10", "--seed", "1", "--faults", "table5", limit_s=2000)
+    assert outcome["confusion"].keys() <= TABLE_5.keys()
+
+
+@pytest.mark.minutes(22)
 @pytest.mark.slow
 def test_twenty_minutes_on_four_ranks(tmp_path: Path, corpus: str) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4)
