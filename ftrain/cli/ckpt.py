@@ -204,7 +204,10 @@ def verify(url: str, sample: float, as_json: bool) -> None:
     base, step = split_step(url)
     reports: dict[int, Any] = {}
     with opened(base) as run:
-        steps = [step] if step is not None else [info.step for info in run.checkpoints() if info.state in ("valid", "damaged")]
+        there = run.checkpoints()
+        if step is not None and step not in {info.step for info in there}:
+            run.open(step)  # says that it is not there, which is no damage
+        steps = [step] if step is not None else [info.step for info in there if info.state in ("valid", "damaged")]
         for each in steps:
             try:
                 found = run.open(each).verify(sample=sample)

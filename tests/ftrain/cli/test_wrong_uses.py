@@ -112,7 +112,10 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("ckpt show runs/mine@newest", 4, "STEP is a number, as in runs/mine@100"),
         ("ckpt show runs/mne@7", 4, "Did you mean `runs/mine`?"),
     ],
-    "ckpt verify": [("ckpt verify runs/mine --sample 2", 2, "0<x<=1")],
+    "ckpt verify": [
+        ("ckpt verify runs/mine --sample 2", 2, "0<x<=1"),
+        ("ckpt verify runs/mine@7", 4, "no checkpoint of step 7"),
+    ],
     "ckpt view": [("ckpt view runs/mine@7", 4, "no checkpoint of step 7")],
     "sample": [("sample runs/mine", 4, "no checkpoint"), ("sample runs/mine --temperature -1", 2, "x>=0")],
     "data inspect": [("data inspect nothere.toml", 3, "cannot be read"), ("data inspect my.toml --count 0", 2, "x>=1")],
