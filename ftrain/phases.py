@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ftrain.combinations import combinations
 from ftrain.config import Config, Phase
-from ftrain.schema import Problem, bare, did_you_mean, find_problems
+from ftrain.schema import Problem, bare, did_you_mean, find_problems, type_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -96,7 +96,7 @@ def most_ranks(config: Config) -> int:
 
 def table_problems(data: Mapping[str, Any]) -> Iterator[Problem]:
     """Wrong names and values in the sub-tables of the phases in plain data."""
-    sections = {field.encode_name: field for field in cast(mi.StructType, mi.type_info(Config)).fields}
+    sections = {field.encode_name: field for field in cast(mi.StructType, type_of(Config)).fields}
     entries = data.get("phases", ())
     for index, entry in enumerate(entries if isinstance(entries, list | tuple) else ()):
         for name, names in ALLOWED.items():

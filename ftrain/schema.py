@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import msgspec
@@ -45,7 +46,13 @@ class ConfigProblems(ValueError):  # noqa: N818  it carries a list; "Error" woul
 
 def check(data: object, schema: type[msgspec.Struct]) -> list[Problem]:
     """All problems of plain data (as TOML gives it) against a Struct; empty if msgspec will accept it."""
-    return find_problems(data, mi.type_info(schema))
+    return find_problems(data, type_of(schema))
+
+
+@cache
+def type_of(schema: type[msgspec.Struct]) -> mi.Type:
+    """What a Struct looks like; found out once, for it takes a hundredth of a second."""
+    return mi.type_info(schema)
 
 
 def find_problems(data: object, type_: mi.Type, path: str = "") -> list[Problem]:
