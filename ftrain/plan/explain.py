@@ -13,7 +13,7 @@ from ftrain.parallel.partition import microbatches
 from ftrain.parallel.shape import AXES, SHARD_AXES, Coordinate
 from ftrain.plan.checkpoint import stored
 from ftrain.plan.figure import Answer, Section, Table, Value, number, said, size, why
-from ftrain.plan.placement import Path, key, path, place
+from ftrain.plan.placement import Path, path, place
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
 from ftrain.ramp import global_batch_at, position
 from ftrain.units import plural
@@ -81,7 +81,7 @@ def _span(setup: Setup, rank: int) -> str:
 
 
 def _groups(setup: Setup, rank: int) -> Section:
-    mesh, links = setup.mesh, key(setup.profile)
+    mesh, links = setup.mesh, setup.links
     rows: list[tuple[Value, ...]] = []
     for name, axes, what in GROUPS:
         members = mesh.group(rank, axes)
@@ -110,7 +110,7 @@ def _group(name: str, members: Sequence[int], rank: int, way: Path, what: str) -
 
 def _expert_groups(setup: Setup, rank: int) -> Iterator[tuple[Value, ...]]:
     """With whom it shares out the experts, and who has the same ones: parts of DP x CP."""
-    mesh, links = setup.mesh, key(setup.profile)
+    mesh, links = setup.mesh, setup.links
     parts = (
         ("EP", mesh.expert_group(rank), {"run": mesh.ep}, "tokens to their experts and back, forward and backward"),
         ("DP x CP / EP", mesh.expert_replicas(rank), {"step": mesh.ep}, "optimizer shards of its experts"),
