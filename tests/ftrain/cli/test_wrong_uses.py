@@ -151,7 +151,11 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("plan time my.toml --against parallel.ppp=2", 3, "did you mean"),
     ],
     "plan traffic": [("plan traffic my.toml --size -5", 2, "x>=0")],
-    "certify": [("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"), ("certify my.toml --layouts tp", 3, "whole number")],
+    "certify": [
+        ("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"),
+        ("certify my.toml --layouts tp", 3, "key=value"),
+        ("certify my.toml --layouts tp=x", 3, "whole number"),
+    ],
     "classify": [("classify nothere", 2, "does not exist")],
     "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],
     "drill": [("drill my.toml --faults kll", 2, "kill"), ("drill my.toml --minutes 0", 2, "x>=0.1")],
