@@ -80,11 +80,12 @@ class Comparison:
 
 def side(run: Recorded) -> Side:
     """A run with its measurements and the planner's predictions."""
+    found = measured(run)
     try:
-        predicted = predict(run.config) if run.config else None
+        predicted = predict(run.config, sequences=found.sequences) if run.config else None
     except ValueError:  # the planner refuses what ran: `ftrain plan` says why, and what was measured is compared all the same
         predicted = None
-    return Side(run=run, measured=measured(run), predicted=predicted)
+    return Side(run=run, measured=found, predicted=predicted)
 
 
 def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", "")) -> Comparison:

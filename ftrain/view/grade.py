@@ -65,11 +65,12 @@ def grade(run: Recorded, *, heading: str = "") -> Grade:
     """Lay predictions beside measurements of a run of one layout. A config that cannot be planned is said so, not raised."""
     if run.config is None:
         return Grade(heading=heading, note="the ledger holds no config of it that this version of ftrain reads")
+    found = measured(run)
     try:
-        said = predict(run.config)
+        said = predict(run.config, sequences=found.sequences)
     except ValueError as error:
         return Grade(heading=heading, note=f"not predicted: {error}")
-    found, profile, speed = measured(run), said.setup.profile, went(run)
+    profile, speed = said.setup.profile, went(run)
     mfu, mfu_of = None, ""
     if speed is not None and speed.speed.mfu is not None:  # of a profile that the config names, never of one assumed here
         mfu, mfu_of = speed.speed.mfu, f"of {speed.speed.peak} a GPU; model FLOPs with causal attention halved"

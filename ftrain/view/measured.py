@@ -39,6 +39,8 @@ class Measured:
     step: Median | None
     tokens_per_update: int | None
     ranks: int
+    sequences: int = 0
+    """Of one update; 0 if it was not recorded."""
     mean: Mapping[str, float] = field(default_factory=dict)
     """Bucket -> seconds of a step, mean over the ranks."""
     worst: Mapping[str, float] = field(default_factory=dict)
@@ -88,17 +90,23 @@ class Measured:
 
 
 def measured(run: Recorded) -> Measured:
-    """The measurements of a run's newest layout: earlier layouts had other steps."""
+    """The measurements of a run's newest layout and newest batch: earlier ones (of a ramp) had other steps."""
     attempts = run.report.attempts
     layout = attempts[-1].layout if attempts else ""
     of_layout = {row.attempt for row in attempts if row.layout == layout}
-    steps = list(warm([done for done in run.steps if done.attempt in of_layout]))
-    tokens = median([done.record.tokens for done in run.steps if done.attempt in of_layout])
+    sequences = run.steps[-1].record.sequences if run.steps else 0
+    steps = [
+        done for done in warm([done for done in run.steps if done.attempt in of_layout]) if done.record.sequences == sequences
+    ]
+    tokens = median(
+        [done.record.tokens for done in run.steps if done.attempt in of_layout and done.record.sequences == sequences]
+    )
     kept = {(done.attempt, done.record.step) for done in steps}
     times = [line for line in run.metrics if "mean" in line and (line.get("attempt"), line.get("step")) in kept]
     return Measured(
         step=median([done.seconds for done in steps]),
         tokens_per_update=round(tokens.value) if tokens else None,
+        sequences=sequences,
         ranks=attempts[-1].ranks if attempts else 1,
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),

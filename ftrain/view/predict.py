@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ftrain.config import Config
 from ftrain.plan import memory, profile, schedule
 from ftrain.plan.ring import Volume
@@ -31,8 +33,13 @@ class Predicted:
         return float(max(rank.total for rank in self.memory))
 
 
-def predict(config: Config, hardware: str = "") -> Predicted:
-    """All of it. Raises ValueError where the planner refuses the config (a schedule its micro-batches cannot run)."""
+def predict(config: Config, hardware: str = "", *, sequences: int = 0) -> Predicted:
+    """All of it; `sequences`: of the updates that were measured, where a ramp may not have come to its end (0: not known).
+
+    Raises ValueError where the planner refuses the config (a schedule its micro-batches cannot run).
+    """
+    if config.batch.ramp and sequences:
+        config = replace(config, batch=replace(config.batch, global_batch=sequences, ramp=()))
     setup = Setup(config=config, profile=profile.load(hardware or profile.of(config)), options=options_of(config))
     setup.require_schedule()
     return Predicted(

@@ -73,6 +73,17 @@ def test_each_layout_is_graded_by_its_own_prediction_and_its_own_steps() -> None
     assert "steps 22 to 42" in narrow.heading
 
 
+def test_a_ramp_is_graded_by_the_steps_of_its_newest_batch_and_a_prediction_for_it() -> None:
+    ramped = config(
+        "batch.global_batch=32", "batch.ramp=[{global_batch=8, tokens=100000}, {global_batch=16, tokens=200000}]", *H100
+    )
+    story = Story(ramped).start().steps(9, seconds=1.0, tokens=8 * 64).steps(5, seconds=3.0, tokens=16 * 64).end()
+    found = grade(recorded("runs/a", story.events, []))
+    own = config("batch.global_batch=16", *H100)
+    setup = Setup(config=own, profile=profile.load("h100"), options=options_of(own))
+    assert row(found, "step_s")[:2] == (predicted_step(setup).total, 3.0)
+
+
 @pytest.mark.parametrize("change", [{"layout": "tp9"}, {"config": {"model": {"of": "another version"}}}])
 def test_a_layout_whose_config_is_not_told_is_not_predicted_by_another_ones(change: dict[str, Any]) -> None:
     story = Story(config("parallel.pp=2")).start().steps(5).end()
