@@ -62,6 +62,7 @@ def compress(values: Bytes, compressor: Compressor, itemsize: int) -> bytes:
     """
     from numcodecs import blosc
 
+    blosc.use_threads = False  # else the main thread shares a large chunk out, and blocks lie in the order they are finished in
     elements = values.view(f"<u{itemsize}")  # whose size is what is shuffled
     frame: bytes = blosc.compress(elements, compressor.cname.encode(), compressor.clevel, SHUFFLES[compressor.shuffle])
     crc: int = google_crc32c.value(frame)
