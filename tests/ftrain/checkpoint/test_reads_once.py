@@ -64,9 +64,22 @@ def read_over_needed(manifest: Manifest, config: Config) -> float:
     return sum(plan.read_bytes for plan in plans) / state
 
 
-@pytest.mark.parametrize("layout", ["dp3", "tp2 pp2 dp2", "ep2"])
-def test_what_places_have_in_common_is_planned_once_for_all(layout: str) -> None:
-    config = laid_out(layout) if layout in LAYOUTS else parse(BASE, ["model.experts=4", "parallel.ep=2", "parallel.ranks=4"])
+EXPERTS = ("model.experts=4", "parallel.ranks=8", "parallel.tp=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("parallel.ranks=3",), id="dp3"),
+        pytest.param(("parallel.ranks=8", "parallel.tp=2", "parallel.pp=2"), id="tp2 pp2 dp2"),
+        pytest.param((*EXPERTS, "parallel.ep=2"), id="tp2 dp4 ep2"),
+        pytest.param(
+            (*EXPERTS, "parallel.cp=2", "parallel.ep=4", "parallel.order=['dp', 'tp', 'cp', 'pp']"), id="dp2 tp2 cp2 ep4"
+        ),
+    ],
+)
+def test_what_places_have_in_common_is_planned_once_for_all(overrides: tuple[str, ...]) -> None:
+    config = parse(BASE, list(overrides))
     assert list(rank_layouts(config)) == [rank_layout(config, place) for place in mesh_shape(config).coordinates()]
 
 
