@@ -65,10 +65,11 @@ BFLOAT16_CODEC = "ftrain.bfloat16"
 CHECKSUM = ',"crc32c":"00000000"}'
 """What a reference file ends in, with the digits of its checksum."""
 
-Find = Callable[[Iterable[int]], Mapping[int, NDArray[np.int64]]]
+Starts = Mapping[int, NDArray[np.int64]]
+Find = Callable[[Iterable[int]], Starts]
 
 
-def nothing_found(rows: Iterable[int]) -> Mapping[int, NDArray[np.int64]]:
+def nothing_found(rows: Iterable[int]) -> Starts:
     """Of plain checkpoints."""
     return {}
 
@@ -91,10 +92,13 @@ def array_files(
     manifest: Manifest, arrays: Collection[str], *, base_url: str, find: Find = nothing_found
 ) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the reference files of single arrays, each made when it is asked for."""
-    for number, spec in enumerate(manifest.arrays):
-        if spec.name in arrays:
-            refs = [_entry("zarr.json", array_metadata(spec, manifest.compressor)), *_chunk_refs(manifest, number, "", find)]
-            yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
+    wanted = [number for number, spec in enumerate(manifest.arrays) if spec.name in arrays]
+    together = num_chunks(manifest) <= MAX_COMMIT_CHUNKS
+    found = _found(manifest, wanted, find) if together else {}
+    for number in wanted:
+        spec, starts = manifest.arrays[number], found if together else _found(manifest, [number], find)
+        refs = [_entry("zarr.json", array_metadata(spec, manifest.compressor)), *_chunk_refs(manifest, number, "", starts)]
+        yield view_name(manifest.epoch, manifest.attempt, spec.name), _reference(refs, base_url)
 
 
 def stored_views(
@@ -118,8 +122,9 @@ def reference_json(manifest: Manifest, *, base_url: str, find: Find = nothing_fo
     root = group_metadata({"format": "ftrain-checkpoint", "step": manifest.step})
     refs = [_entry("zarr.json", root | {"consolidated_metadata": _consolidated(metadata)})]
     refs += [_entry(f"{name}/zarr.json", content) for name, content in metadata.items()]
+    starts = _found(manifest, range(len(names)), find)
     for number, name in enumerate(names):
-        refs += _chunk_refs(manifest, number, f"{name}/", find)
+        refs += _chunk_refs(manifest, number, f"{name}/", starts)
     return _reference(refs, base_url)
 
 
@@ -180,15 +185,20 @@ def _entry(key: str, content: dict[str, Any]) -> str:
     return f'"{key}":{msgspec.json.encode(_text(content)).decode()}'
 
 
-def _chunk_refs(manifest: Manifest, number: int, prefix: str, find: Find) -> Iterator[str]:
+def _found(manifest: Manifest, numbers: Iterable[int], find: Find) -> Starts:
+    """Where the chunks of some arrays begin. In the order of the packs: what is asked of one is asked at the same time, and
+    array by array each part would be a request that is waited for.
+    """
+    return find(sorted(row for number in numbers for row in manifest.table.rows_of(number).tolist()))
+
+
+def _chunk_refs(manifest: Manifest, number: int, prefix: str, found: Starts) -> Iterator[str]:
     """`"key":[pack, byte offset, length]` for the chunks of one array, in the order they lie.
 
     Written as text at once (names have no character that JSON escapes): a commit with 100,000 chunks makes as many of these.
     """
     spec, table = manifest.arrays[number], manifest.table
-    rows = table.rows_of(number).tolist()
-    found = find(rows)
-    for row in rows:
+    for row in table.rows_of(number).tolist():
         offset, shape = table.box(row, len(spec.shape))
         geometry = PartGeometry.of(spec, shape)
         names = [f'"{prefix}c']

@@ -4,7 +4,7 @@ import random
 import re
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from storage import reader
+from storage import reader, zarr_view
 from storage.box import Box
 from storage.commit import read_commit
 from storage.compress import Compressor, compress, compressor_named, inflate
@@ -30,6 +30,7 @@ from storage.local import LocalStore
 from storage.manifest import MAGIC, PackInfo, PackManifest, decode
 from storage.memory import MemoryStore
 from storage.merge import merge
+from storage.objects import ByteRange, BytesList
 from storage.pack import ArraySpec, plan_pack, seal
 from storage.reshard import ReadLimits
 from storage.run import RunStore
@@ -137,6 +138,29 @@ def test_zeros_inflate_in_bounded_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * reader.SCRATCH_BYTES
+
+
+class CountingStore(MemoryStore):
+    """How often somebody waited for ranges."""
+
+    calls = 0
+
+    def get_ranges(self, key: str, rngs: Sequence[ByteRange]) -> BytesList:
+        self.calls += 1
+        return super().get_ranges(key, rngs)
+
+
+@pytest.mark.parametrize("limit", [zarr_view.MAX_GROUP_CHUNKS, 0], ids=["group", "arrays"])
+def test_a_commit_waits_once_for_the_tables_of_a_pack(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each part: there may be tens of thousands, at the latency of a far bucket."""
+    monkeypatch.setattr(zarr_view, "MAX_GROUP_CHUNKS", limit)
+    run = RunStore(CountingStore())
+    manifest = write_packs(run.store, VALUES, step=1, epoch=run.take_epoch(owner={}), writers=2, compressor=LZ4)
+    assert len(manifest.table) > 2 * len(manifest.packs)
+    run.commit(manifest)
+    assert isinstance(run.store, CountingStore)
+    assert run.store.calls == len(manifest.packs)
+    assert run.open().verify().ok
 
 
 # -- what a writer delivers ----------------------------------------------------------------------------------------------------
