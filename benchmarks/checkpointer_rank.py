@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ftrain
+from benchmarks.common import turns
 from benchmarks.peers.dcp import BESIDE, FORMS, begin, planner_of, stager_of
 from ftrain.checkpoint.script_save import Save
 
@@ -259,8 +260,7 @@ def main(argv: list[str]) -> int:
     times: dict[str, list[Times]] = {name: [] for name in cases}
     names = list(cases)
     for number in range(-2, int(rounds)):  # the first two are warm-up: memory, processes, both of our slots
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in turns(names, number):
             measured = cases[name](number + 2)
             if number >= 0:
                 times[name].append(measured)

@@ -35,13 +35,23 @@ def options(description: str, *, rounds: int) -> argparse.ArgumentParser:
     return parser
 
 
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round, such that what a case leaves behind (a busy disk, cold caches) is not always left to the same one.
+
+    Williams' design: over as many rounds as there are cases, twice as many if they are odd, each comes at each place, and
+    after each of the others, equally often. Rounds that merely turn leave everybody behind the same one.
+    """
+    count = len(names)
+    steps = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
+    order = [names[(number + step) % count] for step in steps]
+    return order[::-1] if count % 2 and number // count % 2 else order
+
+
 def interleaved(cases: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each case in each round. The order turns by one place a round: nobody always comes after the same one."""
-    names = list(cases)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """Seconds of each case in each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in turns(list(cases), number):
             seconds[name].append(cases[name](number))
     return seconds
 

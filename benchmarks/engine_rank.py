@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.common import turns
 from benchmarks.peers.llama import Shape
 from benchmarks.peers.trainers import MicroBatch, Piped, Plain, Replicas, Sharded, Task, Tensor
 from benchmarks.text import Text
@@ -51,8 +52,7 @@ def contest(rank: int, config: Config, peers: tuple[str, ...], rounds: int, seed
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in turns(names, number):
             taken[name].append(_timed(steps[name], number + 2))
     return {name: Turn([w for w, _ in taken[name]], [c for _, c in taken[name]], losses[name]) for name in names}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 
-from benchmarks.common import interleaved, median, median_within, ratio
+from benchmarks.common import interleaved, median, median_within, ratio, turns
 from benchmarks.recovery import LIMIT_S, SNAPSHOT_STEPS, Kill, Sample, Step, _recovered, _sample, record
 
 
@@ -17,8 +19,23 @@ def test_rounds_take_turns_and_the_first_one_changes() -> None:
         return lambda number: order.append(f"{name}{number}") or float(number)  # type: ignore[func-returns-value]
 
     seconds = interleaved({name: case(name) for name in "abc"}, 3)  # type: ignore[arg-type,misc]
-    assert order == ["a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+    assert sorted(order) == [f"{name}{number}" for name in "abc" for number in range(3)]
+    assert [name[1] for name in order] == list("000111222")
+    assert {order[place][0] for place in (0, 3, 6)} == set("abc")
     assert seconds == {"a": [0.0, 1.0, 2.0], "b": [0.0, 1.0, 2.0], "c": [0.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 10])
+def test_each_case_comes_at_each_place_and_behind_each_other_equally_often(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    rounds = [turns(names, number) for number in range(2 * count)]
+    assert all(sorted(order) == sorted(names) for order in rounds)
+    places = Counter((place, name) for order in rounds for place, name in enumerate(order))
+    assert set(places.values()) == {2}
+    assert len(places) == count**2
+    behind = Counter(pair for order in rounds for pair in pairwise(order))
+    assert len(behind) == count * (count - 1)
+    assert set(behind.values()) <= {2}
 
 
 def test_a_figure_that_is_missing_makes_no_ratio() -> None:

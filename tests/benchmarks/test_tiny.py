@@ -70,6 +70,9 @@ def test_bubble(tmp_path: Path) -> None:
             assert 0 < case["formula"] < 1
             assert 0 < case["measured"] < 1
             assert 0 < case["simulated"] < 1
+            assert set(case["all_rounds"]) == {key for key in case if key.startswith("measured_over_")}
+    for case in result["sleeps_p4"].values():  # nothing is chosen there
+        assert case["all_rounds"]["measured_over_formula"] == case["measured_over_formula"]
 
 
 @pytest.mark.dist
@@ -184,6 +187,7 @@ def test_supervision_overhead(tmp_path: Path) -> None:
     result = tiny("supervision_overhead", tmp_path)
     assert {"ratio", "wall_ratio", "step_s", "blocks"} < result.keys()
     assert len(result["cpu_ratios"]) == len(result["wall_ratios"]) == result["blocks"]
+    assert result["malloc"] == "kept"
     assert min(result["cpu_ratios"]) <= result["ratio_median"] <= result["ratio"] <= max(result["cpu_ratios"])
     assert list(tmp_path.iterdir()) == []
 
