@@ -9,6 +9,9 @@ a new keeper needs nothing but the descriptor.
 While it is being filled a slot also says how far: the keeper may seal and store what is copied already while the rest is
 still on its way.
 
+It also says how its pack is compressed on the way to storage, because all packs of a step must be alike: a keeper that comes
+later, on this node or another, may have been started with another config.
+
 Who writes what: the worker everything but `sealed`, `upload` (which it sets to WANTED and the keeper to NONE again), `held`
 and the crcs. State words are aligned stores of 4 or 8 bytes, written last; x86 and the mmap of one machine keep their order.
 """
@@ -24,6 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from storage.compress import Compressor
 from storage.pack import ArraySpec, PackLayout, Part, seal
 
 PAGE = 4096
@@ -34,6 +38,7 @@ _FIXED = struct.Struct("<8sIIQIIIIQQ")
 _STATE_WORDS = 1024  # byte offset of state, seal, upload and turns of the copy, 4 bytes each: far from the fixed part, aligned
 _FILLED = 1040  # byte offset of the number of payload bytes that are final while the slot is FILLING, 8 bytes
 _HELD = 1048  # byte offset of whether it must stay for the peer tier, 4 bytes; a word of its own: `upload` is the worker's too
+_COMPRESSOR = slice(1056, 1184)  # bytes of how it is compressed, JSON and zeros behind it
 
 
 class SlotState(enum.IntEnum):
@@ -170,6 +175,11 @@ class ArenaSlot:
         """
         return int(self._filled[0]), int(self._words[3])
 
+    def compressor(self) -> Compressor | None:
+        """What its pack is compressed with on the way to the run's store; None: it goes there as it is."""
+        text = self.bytes[_COMPRESSOR].tobytes().rstrip(b"\0")
+        return msgspec.json.decode(text, type=Compressor) if text else None
+
     # -- the worker's side ---------------------------------------------------------------------------------------------------
 
     def prepare(self, layout: PackLayout) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -199,6 +209,11 @@ class ArenaSlot:
         *_, table_nbytes, _progress, offset, nbytes = _FIXED.unpack_from(self._map, 0)
         _FIXED.pack_into(self._map, 0, MAGIC, epoch, attempt, step, rank, world, table_nbytes, 0, offset, nbytes)
         self._words[2] = Upload.WANTED if upload else Upload.NONE
+
+    def compress_with(self, compressor: Compressor | None) -> None:
+        """How the next snapshot is compressed. Before `begin`, when storage is owed none of this slot."""
+        text = msgspec.json.encode(compressor) if compressor else b""
+        self.bytes[_COMPRESSOR] = np.frombuffer(text.ljust(_COMPRESSOR.stop - _COMPRESSOR.start, b"\0"), np.uint8)
 
     def fill(self, nbytes: int) -> None:
         """So many bytes of the payload, from its beginning, are copied."""

@@ -17,7 +17,6 @@ from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
 from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, StoreSnapshot
 from ftrain.checkpoint.stream import SlotStream
-from storage.compress import Compressor
 from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
@@ -65,15 +64,14 @@ class Keeper:
         *,
         local: Callable[[], ObjectStore] | None = None,
         local_every: int = 0,
-        compressor: Compressor | None = None,
         reached: Callable[[str, int], None] = lambda point, step: None,
     ) -> None:
         """`store` opens the run's store, on first use: a keeper that only seals needs none. `send` must be thread-safe.
 
-        `local` opens the local tier's, which gets every snapshot whose step is a multiple of `local_every`. `compressor`: of
-        what goes to the run's store; the local tier is no slow link, and gets it as it is.
+        `local` opens the local tier's, which gets every snapshot whose step is a multiple of `local_every`, and gets it as it
+        is: it is no slow link. What goes to the run's store is compressed as its slot says.
         """
-        self._send, self._reached, self._compressor = send, reached, compressor
+        self._send, self._reached = send, reached
         self._open = {"storage": store, "local": local or store}
         self._local_every = local_every if local else 0
         self._stores: dict[str, ObjectStore] = {}
@@ -198,7 +196,7 @@ class Keeper:
             "rank": header.rank,
             "world": header.world,
         }
-        compressor = self._compressor if tier == "storage" else None
+        compressor = slot.compressor() if tier == "storage" else None
         stream = SlotStream(slot, digests=known, each=lambda: self._reached("upload", header.step), compressor=compressor)
         try:
             with stream:

@@ -19,6 +19,7 @@ import msgspec
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.copy import CopyRun, copy_pairs, copy_runs, run_copy
 from ftrain.parallel.arrays import StatePiece
+from storage.compress import Compressor
 from storage.pack import PackLayout
 
 POLL_S = 0.005
@@ -72,6 +73,8 @@ class Saver:
         """Whether `announce` is told of a snapshot that goes to storage when its copy begins, too, so that the keeper works
         behind the copy. It shortens the save, and where there is no processor for both it lengthens the copy.
         """
+        self.compressor: Compressor | None = None
+        """Of what goes to storage."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if overlap else None
         self._copying: Future[None] | None = None
         self._filling: int | None = None
@@ -152,6 +155,7 @@ class Saver:
     def _fill(self, index: int, runs: list[CopyRun], step: int, upload: bool, record: bytes) -> None:
         name, slot = self._slots[index]
         early = self.early and upload
+        slot.compress_with(self.compressor)
         slot.begin(epoch=self._epoch, attempt=self._attempt, step=step, rank=self._rank, world=self._world, upload=early)
         if early:
             self._announce(name)

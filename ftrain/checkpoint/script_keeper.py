@@ -64,7 +64,7 @@ class ScriptKeeper:
         """`tell` must be safe from any thread."""
         self._start, self._tell = start, tell
         self._records: dict[int, bytes] = {}
-        self._keeper = Keeper(lambda: open_store(start.url), self._stored, compressor=start.compressor)
+        self._keeper = Keeper(lambda: open_store(start.url), self._stored)
         self._store: ObjectStore | None = None
         self._lock = threading.Lock()
         self._told = threading.Condition()

@@ -92,6 +92,7 @@ class ScriptSlots:
         self._filled = index
         slot, start = self._slots[index], self._start
         copies = self._copies_of(index, pieces, put_off)
+        slot.compress_with(start.compressor)
         slot.begin(
             epoch=start.epoch, attempt=start.attempt, step=step, rank=start.rank, world=start.world, upload=bool(copies.later)
         )

@@ -12,7 +12,6 @@ from ftrain.config import Machine
 from recovery.messages import WorkerSpec
 from recovery.network import first_present
 from recovery.places import Place
-from storage.compress import Compressor
 
 
 class WorkerArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +50,6 @@ class KeeperArgs(msgspec.Struct, frozen=True, kw_only=True):
     storage: dict[str, Any] = {}
     local_url: str = ""
     local_every_steps: int = 0
-    compressor: Compressor | None = None
     several_nodes: bool = False
     control: str = ""  # where keepers find each other; empty: they do not copy to each other
     interfaces: list[str] = []  # of which the first that there is leads to other nodes

@@ -58,7 +58,6 @@ def main(argv: list[str]) -> int:
         send,
         local=(lambda: open_store(args.local_url)) if args.local_url else None,
         local_every=args.local_every_steps,
-        compressor=args.compressor,
         reached=faults.reached,
     )
     peers = open_peers(args, node, send)

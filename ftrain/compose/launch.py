@@ -28,7 +28,6 @@ from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError, names_of
 from recovery.owner import claim
 from recovery.rendezvous import control_folder
-from storage.compress import compressor_named
 from storage.errors import ConfigurationError
 from storage.objects import check_store
 from storage.run import RunStore
@@ -96,7 +95,6 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
         storage=msgspec.to_builtins(config.storage),
         local_url=local_tier_url(config),
         local_every_steps=config.checkpoint.local_every_steps,
-        compressor=compressor_named(config.checkpoint.compression, config.checkpoint.compression_level),
         several_nodes=bool(config.machine.ranks_per_node),
         control=str(control_folder(shared_dir(config, folder))) if config.checkpoint.peer_copy else "",
         interfaces=names_of(config.machine.interface),

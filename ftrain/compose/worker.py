@@ -41,6 +41,7 @@ from ftrain.train.profile import NoWindow, Profiler, Window
 from ftrain.train.step import Engine
 from ftrain.train.times import Times
 from recovery.worker import WorkerContext
+from storage.compress import compressor_named
 from storage.objects import open_store
 from storage.run import RunStore
 
@@ -186,6 +187,7 @@ def _loop(
         overlap=config.checkpoint.overlap,
     )
     saver.early = len(os.sched_getaffinity(0)) >= args.slots * (config.machine.threads + 1)  # each rank's keeper has a core
+    saver.compressor = compressor_named(config.checkpoint.compression, config.checkpoint.compression_level)
     times = Times(engine.passes, engine.device, report=lambda message: context.send_later(encode(message)))
     engine.before_update, engine.after_vote = saver.finish, times.voted
     return Loop(

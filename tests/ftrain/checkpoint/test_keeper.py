@@ -11,7 +11,7 @@ import pytest
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, StoreSnapshot
+from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, Settled, StoreSnapshot
 from storage.box import Box
 from storage.compress import Compressor
 from storage.memory import MemoryStore
@@ -58,16 +58,11 @@ def test_what_goes_to_storage_is_compressed_and_the_slot_and_the_local_tier_are_
     """The digests are the same, and both commit to checkpoints that verify."""
     said: list[KeeperMessage] = []
     stores = {"storage": MemoryStore("pressed"), "local": MemoryStore("plain")}
-    keeper = Keeper(
-        lambda: stores["storage"],
-        said.append,
-        local=lambda: stores["local"],
-        local_every=1,
-        compressor=Compressor(cname="zstd", clevel=1),
-    )
+    keeper = Keeper(lambda: stores["storage"], said.append, local=lambda: stores["local"], local_every=1)
     slot = ArenaSlot(fd)
     values = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
     write_part(slot.prepare(LAYOUT), SPEC, LAYOUT.parts[0], values)
+    slot.compress_with(Compressor(cname="zstd", clevel=1))
     slot.begin(epoch=0, attempt=0, step=3, rank=0, world=1)
     slot.complete(b"{}", upload=True)
     keeper.adopt("ours", fd)
@@ -83,6 +78,30 @@ def test_what_goes_to_storage_is_compressed_and_the_slot_and_the_local_tier_are_
         assert checkpoint.verify().ok
         np.testing.assert_array_equal(checkpoint.read(SPEC.name), values)
     assert check(slot.payload(), LAYOUT) == []
+    slot.close()
+
+
+def test_packs_of_a_step_are_compressed_alike_whichever_keeper_stores_them(fd: int) -> None:
+    """As the worker was told that filled the slot: a keeper that follows a dead one, or one on a node that came later, may
+    have been started with another config, and a pack that is sent again must have the bytes it had.
+    """
+    said: list[KeeperMessage] = []
+    store, slot = MemoryStore(), ArenaSlot(fd)
+    packs = []
+    for step, compressor in enumerate([Compressor(clevel=9, shuffle="noshuffle"), Compressor(cname="zstd"), None]):
+        slot.prepare(LAYOUT)
+        slot.compress_with(compressor)
+        slot.begin(epoch=0, attempt=step, step=step, rank=0, world=1)
+        slot.complete(b"{}", upload=True)
+        for _ in range(2):
+            keeper = Keeper(lambda: store, said.append)
+            keeper.adopt("ours", fd)
+            keeper.close()
+            assert isinstance(said[-1], PackStored)
+            assert said[-1].manifest.compressor == compressor
+            packs.append(store.get(f"checkpoints/step-{step:08d}/{said[-1].manifest.pack.name}"))
+        assert packs[-1] == packs[-2]
+        keeper.settled(Settled(attempt=step, step=step))
     slot.close()
 
 
