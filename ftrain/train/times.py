@@ -188,9 +188,13 @@ def _in_a_row(found: Sequence[Spent], world: int) -> dict[Group, torch.Tensor]:
 
 
 def _pace(found: Sequence[Spent], least: Mapping[Group, torch.Tensor], world: int) -> float:
-    """Seconds of a step: of the fastest rank, the same on all of them."""
-    agreed = [float(values[-1]) for group, values in least.items() if len(group.members) == world]
-    return agreed[0] if agreed else sum(of_step.total for of_step in found) / len(found)
+    """Seconds of a step: of the fastest rank, the same on all of them. A rank that went by its own would wait for the others
+    forever, so there is nothing to fall back on: every update has a vote of all ranks.
+    """
+    if world == 1:
+        return sum(of_step.total for of_step in found) / len(found)
+    (agreed,) = (float(values[-1]) for group, values in least.items() if len(group.members) == world)
+    return agreed
 
 
 def _table(step: Step, took: dict[Action, float]) -> torch.Tensor:
