@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 from toy import Fault
-from toy_run import descendants, gone, num_fds, toy_env, toy_run, wait_until
+from toy_run import ToyRun, descendants, gone, num_fds, toy_env, toy_run, wait_until
 
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
@@ -203,6 +203,17 @@ def test_storage_that_is_away_for_longer_than_the_lease_does_not_cost_the_worker
         assert run.wait() == ExitCode.STOPPED
 
 
+def lose_coordinator_and_storage(run: ToyRun) -> int:
+    """A coordinator is killed in mid-run, and storage is away for the one that follows; the agent that they share."""
+    parent = run.start("parent")
+    agent = run.agent_pid()
+    wait_for_steps(run)
+    (run.folder / "away").touch()
+    (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
+    os.kill(coordinator, signal.SIGKILL)
+    return agent
+
+
 def stop_as_soon_as_somebody_hears(folder: Path) -> dict[str, object]:
     answers: list[dict[str, object]] = []
 
@@ -217,12 +228,7 @@ def stop_as_soon_as_somebody_hears(folder: Path) -> dict[str, object]:
 
 def test_a_stop_is_heard_while_storage_is_away_and_carried_out_when_it_is_back(tmp_path):
     with toy_run(tmp_path, steps=ENDLESS) as run:
-        parent = run.start("parent")
-        agent = run.agent_pid()
-        wait_for_steps(run)
-        (tmp_path / "away").touch()
-        (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
-        os.kill(coordinator, signal.SIGKILL)
+        lose_coordinator_and_storage(run)
         assert stop_as_soon_as_somebody_hears(tmp_path) == {}
         assert not [line for line in run.diary() if line.startswith("adopted")]
         assert not run.events(StopRequested)
@@ -234,12 +240,7 @@ def test_a_stop_is_heard_while_storage_is_away_and_carried_out_when_it_is_back(t
 
 def test_a_stop_does_not_wait_for_storage_longer_than_a_stop_may_take(tmp_path):
     with toy_run(tmp_path, steps=ENDLESS, spec={"stop_s": 1.0}) as run:
-        parent = run.start("parent")
-        agent = run.agent_pid()
-        wait_for_steps(run)
-        (tmp_path / "away").touch()
-        (coordinator,) = descendants(parent.pid) - descendants(agent) - {parent.pid}
-        os.kill(coordinator, signal.SIGKILL)
+        agent = lose_coordinator_and_storage(run)
         stop_as_soon_as_somebody_hears(tmp_path)
         assert run.wait() == ExitCode.RETRY_SAME, "what the workers had in memory is not in storage"
         assert gone(agent)
