@@ -31,13 +31,11 @@ from ftrain.parallel.clock import COMPUTE, Timer
 from ftrain.parallel.expert import Routing
 from ftrain.parallel.mesh import Mesh, Pending
 from ftrain.parallel.program import Batch, Instruction, Part, Program, Reduce, Transfer
-from ftrain.parallel.schedule import Action, Kind
+from ftrain.parallel.schedule import AHEAD, Action, Kind
 from ftrain.parallel.timeline import Span, Timeline
 from ftrain.parallel.weight import Outer, make_up, put_off
 
 _GONE = torch.empty(0)
-AHEAD = 2
-"""Messages that a rank on a host waits for at once."""
 
 
 class Module(Protocol):

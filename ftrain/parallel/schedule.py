@@ -24,6 +24,8 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Placement = Literal["loop", "vee"]
+AHEAD = 2
+"""Messages that a rank on a host waits for at once (ADR 31)."""
 
 
 class Kind(Enum):

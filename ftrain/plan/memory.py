@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from ftrain.parallel.schedule import rank_of
+from ftrain.parallel.schedule import AHEAD, rank_of
 from ftrain.parallel.shape import SHARD_AXES
 from ftrain.plan import state
 from ftrain.plan.activations import (
@@ -132,8 +132,9 @@ def exchange_bytes(setup: Setup) -> Quantity:
 
 
 def link_bytes(setup: Setup) -> Quantity:
-    """What is under way between stages: p + 1 messages that left a rank and one that arrives (`ftrain.parallel.pipeline`)."""
-    return (setup.mesh.pp + 2) * _whole(setup) / setup.sp if setup.mesh.pp > 1 else 0
+    """What is under way between stages: p + 1 messages that left a rank and those that arrive (`ftrain.parallel.pipeline`)."""
+    arriving = AHEAD if setup.profile.device == "cpu" else 1
+    return (setup.mesh.pp + 1 + arriving) * _whole(setup) / setup.sp if setup.mesh.pp > 1 else 0
 
 
 def _whole(setup: Setup) -> Quantity:

@@ -11,9 +11,9 @@ from world import run_world
 
 from ftrain.parallel import pipeline as pipeline_module
 from ftrain.parallel.clock import Clock
-from ftrain.parallel.pipeline import AHEAD, Job, Pipeline, Stage, measured
+from ftrain.parallel.pipeline import Job, Pipeline, Stage, measured
 from ftrain.parallel.program import Batch, lower
-from ftrain.parallel.schedule import Action, Kind, peak_in_flight
+from ftrain.parallel.schedule import AHEAD, Action, Kind, peak_in_flight
 from ftrain.parallel.shape import MeshShape
 from ftrain.parallel.stages import stage_plan, training_schedule
 from ftrain.train import step as step_module
