@@ -82,7 +82,7 @@ class RebuiltCompressed:
         boxes = [box for _, box in iter_chunks(part, spec)]
         try:
             starts = read_starts(self._target.store, self._target.manifest, [row], prefix=self._target.prefix)[row]
-        except Damaged:
+        except (Damaged, ObjectMissing):
             yield from ([self._from_donors(spec, box, None)] for box in boxes)
             return
         read = part_read(self._target.manifest, row, starts)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.compress import MAX_EXTRA_BYTES, MIN_STORED_BYTES
-from storage.errors import Damaged, ObjectMissing
+from storage.errors import Damaged
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.pack import CRC_BYTES, PartGeometry
@@ -36,7 +36,9 @@ def encode_lengths(lengths: Sequence[int]) -> bytes:
 
 
 def read_starts(store: ObjectStore, manifest: Manifest, rows: Iterable[int], *, prefix: str) -> Starts:
-    """Of parts of a compressed checkpoint; nothing of a plain one. `Damaged` names the first table that is wrong."""
+    """Of parts of a compressed checkpoint; nothing of a plain one. `Damaged` names the first table that is wrong,
+    `ObjectMissing` the pack.
+    """
     found: dict[int, NDArray[np.int64]] = {}
     for row, starts in stored_starts(store, manifest, rows, prefix=prefix):
         if isinstance(starts, Damaged):
@@ -53,7 +55,7 @@ def starts_reader(store: ObjectStore, manifest: Manifest, *, prefix: str) -> Cal
 def stored_starts(
     store: ObjectStore, manifest: Manifest, rows: Iterable[int], *, prefix: str
 ) -> Iterator[tuple[int, NDArray[np.int64] | Damaged]]:
-    """The same, one by one, with what is wrong in the place of what could not be had."""
+    """The same, one by one, with what is wrong in the place of what could not be had; `ObjectMissing` if a pack is."""
     if manifest.stored is None:
         return
     for flight in _flights(manifest, rows):
@@ -61,7 +63,7 @@ def stored_starts(
         pack = manifest.packs[int(manifest.table.pack[flight[0]])].name
         try:
             answers = store.get_ranges(prefix + pack, ranges)
-        except (Damaged, ObjectMissing):  # of several, perhaps of one
+        except Damaged:  # of several, perhaps of one
             answers = [_alone(store, prefix + pack, rng) for rng in ranges]
         for row, data in zip(flight, answers, strict=True):
             yield row, _decode(manifest, row, data)
@@ -70,7 +72,7 @@ def stored_starts(
 def _alone(store: ObjectStore, key: str, rng: ByteRange) -> bytes:
     try:
         return store.get_range(key, rng)
-    except (Damaged, ObjectMissing):
+    except Damaged:
         return b""
 
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from storage.box import Box, coverage_problems
 from storage.errors import CoverageError
 from storage.manifest import Manifest
-from storage.pack import PartGeometry
+from storage.pack import CRC_BYTES, PartGeometry
+from storage.parts import LENGTH_BYTES
 
 __all__ = [
     "PartRead",
@@ -96,8 +97,9 @@ class ReadPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that will be read."""
-        return sum(r.stop - r.start for r in self.ranges)
+        """Bytes that will be read, and of compressed parts the tables that have been."""
+        tables = sum(LENGTH_BYTES * part.geometry.num_chunks + CRC_BYTES for part in self.parts if part.starts is not None)
+        return sum(r.stop - r.start for r in self.ranges) + tables
 
 
 def plan_reads(

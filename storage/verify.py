@@ -165,9 +165,9 @@ def verify(
     rows, inflater = _rows_by_pack(manifest), Inflater(scratch_bytes=SCRATCH_BYTES)
     for number, info in enumerate(manifest.packs):
         findings.problems += _size_problems(store, prefix + info.name, info.name, info.nbytes)
-        parts = findings.parts(rows[number], stored_starts(store, manifest, rows[number], prefix=prefix))
-        ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if draw.random() < sample]
         try:
+            parts = findings.parts(rows[number], stored_starts(store, manifest, rows[number], prefix=prefix))
+            ranges = [r for r in _pack_ranges(manifest, number, rows[number], parts) if draw.random() < sample]
             for batch in fetch(store, manifest, ranges, prefix=prefix, scratch_bytes=SCRATCH_BYTES):
                 findings.take(batch, parts, inflater)
                 if progress:
@@ -236,7 +236,7 @@ def view_problems(store: ObjectStore, manifest: Manifest, *, prefix: str) -> lis
     try:
         for name, wanted in stored_views(store, manifest, prefix=prefix, base_url="", find=find):
             problems += _one_view(store, prefix + name, wanted)
-    except Damaged as problem:
+    except (Damaged, ObjectMissing) as problem:
         problems.append(Problem(f"the Zarr view cannot be compared: {problem}"))
     return problems
 
