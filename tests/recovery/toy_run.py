@@ -44,10 +44,10 @@ def gone(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """The process and everything below it."""
+    """The process and everything below it that runs: the zygote may not have reaped yet what it forked its workers by."""
     try:
         process = psutil.Process(pid)
-        return {pid, *(child.pid for child in process.children(recursive=True))}
+        return {pid, *(child.pid for child in process.children(recursive=True) if not gone(child.pid))}
     except psutil.NoSuchProcess:
         return set()
 
