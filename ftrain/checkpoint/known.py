@@ -55,27 +55,30 @@ class Places:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         each = list({id(tensor): tensor for tensor in tensors}.values())
         self.told = all(_ordinary(tensor) for tensor in each)
-        self._places = [(tensor, *_place_and_memory(tensor)) for tensor in each] if self.told else []
+        self._places = [(tensor, place_of(tensor), *_memory(tensor)) for tensor in each] if self.told else []
 
     def hold(self, places: Iterable[Place]) -> bool:
         """Whether all of these are among them."""
-        return {place for _, place, _ in self._places}.issuperset(places)
+        return {place for _, place, *_ in self._places}.issuperset(places)
 
     def same(self) -> bool:
         """Whether they lie there still."""
         try:
-            for tensor, place, _ in self._places:
-                if place_of(tensor) != place:
+            for tensor, place, memory, address in self._places:
+                if place_of(tensor) != place or memory.data_ptr() != address:
                     return False
         except RuntimeError:  # of a kind that has no address any more
             return False
         return self.told
 
 
-def _place_and_memory(tensor: torch.Tensor) -> tuple[Place, torch.UntypedStorage]:
-    """The memory is kept, so that nothing else can come to lie there."""
+def _memory(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int]:
+    """The memory and where it begins. It is kept, so that nothing else can come to lie there, unless somebody gives it back all
+    the same (`resize_`, to have room on a GPU for a while): then it begins elsewhere.
+    """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return place_of(tensor), local.untyped_storage()
+    memory = local.untyped_storage()
+    return memory, memory.data_ptr()
 
 
 def _ordinary(tensor: torch.Tensor) -> bool:
@@ -88,18 +91,19 @@ class Tree:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._parts: list[tuple[nn.Module, type, tuple[Any, ...], int, set[str]]] = []
+        self._parts: list[tuple[nn.Module, type, tuple[Any, ...], set[str]]] = []
         told = True
         for part in _unique_modules(module):
             held = part.__dict__
             told = told and all(isinstance(held.get(name), dict) for name in CONTAINERS)
             if told:
                 kept = tuple(held[name] for name in CONTAINERS)
-                self._parts.append((part, type(part), kept, len(held), set(part._non_persistent_buffers_set)))
+                self._parts.append((part, type(part), kept, set(part._non_persistent_buffers_set)))
+        self._kinds = {kind for _, kind, *_ in self._parts}
         self._objects = self._inside() if told else None
         tensors = [value for value in self._objects or () if isinstance(value, torch.Tensor)]
         self.places = Places(tensors)
-        self.explains = self._objects is not None and self.places.told and all(map(_by_the_book, (p[0] for p in self._parts)))
+        self.explains = self._objects is not None and self.places.told and all(_hooks_known(part) for part, *_ in self._parts)
         """Whether the state dict follows from what is seen here."""
 
     def same(self) -> bool:
@@ -108,9 +112,13 @@ class Tree:
         return found is not None and identical(found, self._objects or []) and self.places.same()
 
     def _inside(self) -> list[Any] | None:
-        """All keys and values of all containers, in order; None if a container is another one."""
+        """All keys and values of all containers, in order, and which module they are of; None if a container is another one, or
+        if a module has a state dict of its own way.
+        """
+        if not all(map(_by_the_book, self._kinds)):
+            return None
         found: list[Any] = []
-        for part, kind, (parameters, buffers, modules, hooks, pre_hooks), size, apart in self._parts:
+        for part, kind, (parameters, buffers, modules, hooks, pre_hooks), apart in self._parts:
             held = part.__dict__
             if (
                 part.__class__ is not kind
@@ -119,10 +127,11 @@ class Tree:
                 or held["_modules"] is not modules
                 or held["_state_dict_hooks"] is not hooks
                 or held["_state_dict_pre_hooks"] is not pre_hooks
-                or len(held) != size
+                or not held.keys().isdisjoint(OWN_WAYS)
                 or held["_non_persistent_buffers_set"] != apart
             ):
                 return None
+            found.append(part)
             for each in (parameters, buffers, modules, hooks, pre_hooks):
                 if each:
                     found += each
@@ -140,11 +149,12 @@ def _unique_modules(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _by_the_book(module: nn.Module) -> bool:
-    """Whether a module makes its part of a state dict as `nn.Module` does."""
-    kind, held = type(module), module.__dict__
-    if any(getattr(kind, name) is not getattr(nn.Module, name) or name in held for name in OWN_WAYS):
-        return False
+def _by_the_book(kind: type) -> bool:
+    """Whether modules of this class make their part of a state dict as `nn.Module` does."""
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in OWN_WAYS)
+
+
+def _hooks_known(module: nn.Module) -> bool:
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return all(str(getattr(hook, "__module__", "")).startswith(HOOKS_KNOWN) for hook in hooks)
 
@@ -205,6 +215,10 @@ class Known:
         """Everything may have changed since. What the last look did not meet is let go."""
         self._held, self._seen = self._seen, {}
         self._parts, self._parts_seen = self._parts_seen, {}
+
+    def over(self) -> None:
+        """Nothing more is met in this look: what was kept for it alone is let go at once, it may be gigabytes."""
+        self._held, self._parts = {}, {}
 
     def part(self, path: str) -> Any:
         """What was kept under a path the last time, or before in this look; None if nothing was."""

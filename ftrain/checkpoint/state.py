@@ -49,6 +49,11 @@ class Leaf:
     varies: bool = False
     """Its shape may be another one on this rank alone: it is its own, and no generator's."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it lies at its place still. What is kept keeps its memory, unless somebody gives that back all the same."""
+        return bool(local_of(self.tensor).data_ptr() == self.place[0])
+
 
 @dataclass(slots=True)
 class Flat:
@@ -188,7 +193,10 @@ class _Flattener:
         names = parameter_names(optimizer, self.models, path)
         state: dict[str, Node] = {}
         for parameter, held in optimizer.state.items():
-            of = names[parameter]
+            of = names.get(parameter)
+            if of is None:
+                what = f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else repr(parameter)
+                raise StateError(f"{path} holds state of {what}, which is in none of its groups and in no module of the state")
             parts = {key: self._alike(each, f"{path}.{of}.{key}", f"{name}/{key}/{of}", True) for key, each in held.items()}
             state[of] = {"map": parts}
         return {"map": state}
@@ -199,6 +207,8 @@ class _Flattener:
         return {"map": {names[parameter]: index for index, group in groups for parameter in group["params"]}}
 
     def _tensor(self, tensor: torch.Tensor, path: str, name: str, kind: str) -> Node:
+        if nn.parameter.is_lazy(tensor):
+            raise StateError(f"{path} has no shape yet: run the lazy module once before its state is saved or loaded")
         kind_and_type = [kind, dtype_name(tensor.dtype)]
         if tensor.numel() == 0:
             return {"empty": list(tensor.shape), "type": kind_and_type}
@@ -220,7 +230,8 @@ class _Flattener:
     def _leaf(self, path: str, array: str, tensor: torch.Tensor, place: Place) -> Leaf:
         """That of the last time, if it lies where it did."""
         known: Leaf | None = self.known.leaves.get(path)
-        if known is not None and (known.array, known.alike, known.own, known.place) == (array, self.alike, self.own, place):
+        wanted = array, self.alike, self.own, place
+        if known is not None and (known.array, known.alike, known.own, known.place) == wanted and known.is_there:
             return known
         return Leaf(path, array, tensor.detach(), self.alike, self.own, place, self.varies)
 
@@ -242,6 +253,7 @@ def flatten(state: Mapping[str, Any], rank: int = 0, known: Known | None = None)
     known = known or Known()
     walk = _Flattener(rank, list(modules_in(state.values())), known)
     record = of_mapping(state, "", lambda each, at: walk.node(each, at, segment(at, "")))
+    known.over()
     if not identical(walk.leaves, list(known.leaves.values())):
         known.leaves = {leaf.path: leaf for leaf in walk.leaves}
     return Flat(record, walk.leaves, walk.sources, walk.tied)

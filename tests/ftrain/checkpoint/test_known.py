@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +33,8 @@ class Net(nn.Module):
         self.register_buffer("cached", torch.zeros(2), persistent=False)
         self.c = nn.Linear(4, 4, bias=False)
         self.c.weight = self.b.weight
+        self.here, self.there = nn.Module(), nn.Module()
+        self.here.w = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.c(self.norm(self.b(self.a(x))))
@@ -96,6 +101,17 @@ def halved(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metad
     state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
 
 
+def moved(state: State) -> None:
+    """The same parameter under the same name, in the next module."""
+    state["net"].there._parameters["w"] = state["net"].here._parameters.pop("w")
+
+
+def patched(state: State) -> None:
+    """Another attribute goes, so there are as many as before."""
+    del state["net"].a.in_features
+    state["net"].a.state_dict = lambda *args, **kwargs: {}
+
+
 CHANGES: dict[str, Callable[[State], Any]] = {
     "nothing": lambda s: None,
     "a step": train,
@@ -117,10 +133,15 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "a hook": lambda s: s["net"].a.register_state_dict_post_hook(halved),
     "extra state": lambda s: set_(s["net"], "b", Scaled(4, 4, bias=False)),
     "a patched state dict": lambda s: set_(s["net"].a, "_save_to_state_dict", lambda state, prefix, keep: None),
+    "a patched state dict instead of another attribute": patched,
+    "a parameter of another module": moved,
     "a moment": lambda s: moment(s).update(exp_avg=torch.ones(4, 4)),
     "a moment more": lambda s: moment(s).update(third=torch.ones(4)),
     "a moment less": lambda s: moment(s).pop("exp_avg_sq"),
     "a number among the moments": lambda s: moment(s).update(count=7),
+    "moments of nobody": lambda s: s["optimizer"].state.update({nn.Parameter(torch.ones(2)): {"exp_avg": torch.ones(2)}}),
+    "moments of no tensor": lambda s: s["optimizer"].state.update({"all": {"count": 1}}),
+    "a lazy module": lambda s: s["net"].add_module("lazy", nn.LazyLinear(2)),
     "another number among the moments": lambda s: moment(s).update(count=8),
     "a list among the moments": lambda s: moment(s).update(history=[1, 2]),
     "a longer list among the moments": lambda s: moment(s)["history"].append(3),
@@ -141,8 +162,9 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "keys in another order": lambda s: s.update(net=s.pop("net")),
     "another net": lambda s: s.update(net=Net()),
 }
-REFUSED = ("a module", "a module less", "tied", "a group more", "another net")
+NAMELESS = ("a module", "a module less", "tied", "a group more", "another net", "moments of nobody", "moments of no tensor")
 """Then a parameter of the optimizer is in no module."""
+REFUSED = (*NAMELESS, "a lazy module")
 
 
 def found(state: State, known: Known | None) -> tuple[Any, ...] | str:
@@ -181,9 +203,43 @@ def test_changes_one_after_the_other() -> None:
     state, known = state_of(), Known()
     checks(state, known, "at the beginning")
     for name, change in CHANGES.items():
-        if name not in (*REFUSED, "a hook", "extra state", "a patched state dict"):
+        if name not in (*REFUSED, "a hook", "extra state") and "a patched state dict" not in name:
             change(state)
             checks(state, known, name)
+
+
+def at(address: int) -> torch.Tensor:
+    """A tensor that lies there, whatever does."""
+    memory = (ctypes.c_char * 64).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
+
+
+def test_memory_that_was_given_back_and_is_another_tensor_s_now() -> None:
+    """As on a GPU whose memory was needed for something else for a while."""
+    state, known = state_of(), Known()
+    known.look()
+    flatten(state, 0, known)
+    weight, average = state["net"].a.weight, state["average"]
+    memory = [weight.untyped_storage(), average["w"].untyped_storage()]
+    weight.data, average["w"] = (at(each.data_ptr()) for each in memory)
+    for each in memory:
+        each.resize_(0)
+    known.look()
+    flat = flatten(state, 0, known)
+    assert [leaf.tensor.data_ptr() for leaf in flat.leaves] == [source.data_ptr() for source in flat.sources]
+    assert {leaf.path: leaf.tensor.data_ptr() for leaf in flat.leaves}["net.a.weight"] == weight.data_ptr()
+    assert {leaf.path: leaf.tensor.data_ptr() for leaf in flat.leaves}["average.w"] == average["w"].data_ptr()
+
+
+def test_a_class_that_is_patched_later() -> None:
+    class Own(nn.Linear):
+        pass
+
+    state: State = {"net": nn.Sequential(Own(4, 4), nn.Linear(4, 4))}
+    known = Known()
+    checks(state, known, "at the beginning")
+    Own.state_dict = lambda *args, **kwargs: {}  # type: ignore[assignment]
+    checks(state, known, "patched")
 
 
 def pieces_of(flat: Flat) -> Pieces:
@@ -220,10 +276,13 @@ def test_what_is_not_there_any_more_is_let_go() -> None:
     for _ in range(2):
         known.look()
         flatten(state, 0, known)
-    del state["net"], state["optimizer"], state["other"]
-    for _ in range(2):
-        known.look()
-        flatten(state, 0, known)
+    net, optimizer = weakref.ref(state.pop("net")), weakref.ref(state.pop("optimizer"))
+    del state["other"], state["schedule"]
+    known.look()
+    flatten(state, 0, known)
+    gc.collect()
+    assert net() is None
+    assert optimizer() is None
     assert not known._held
     assert not known._seen
     assert not known._parts
