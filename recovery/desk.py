@@ -141,6 +141,7 @@ class Desk:
             return
         self.ticks += 1
         self.journal.write()
+        self.agent.acknowledge()
         self.journal.extend(self._delegate.tick(time.time()))
         self.elastic.tick()
 
@@ -276,8 +277,8 @@ class Desk:
             self.elastic.on_straggler(found.rank, reason)
 
     def _told_by_worker(self, attempt: int, told: Sequence[events.Event]) -> None:
-        if self._is_current(attempt) and any(True for event in told for _ in events.steps_of(event)):
-            self._current().warm = True
+        if self._is_current(attempt) and not self._current().warm:
+            self._current().warm = any(True for event in told for _ in events.steps_of(event))
         self.deadlines.learn(told)
         self.journal.extend(told)
         if self._save_owed is not None and any(isinstance(event, events.Ready) for event in told):

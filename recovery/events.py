@@ -395,4 +395,4 @@ def steps_of(event: Event) -> Iterator[StepRecord]:
     if isinstance(event, StepsFinished):
         yield from event.steps
     elif isinstance(event, StepFinished):
-        yield StepRecord(**{name: getattr(event, name) for name in StepRecord.__struct_fields__})
+        yield msgspec.convert(event, StepRecord, from_attributes=True)

@@ -2,6 +2,10 @@
 
 An agent numbers what must not be lost and keeps it until it hears that it is on record. So what counts is how far its messages
 have been handled, not on which connection they came.
+
+Workers report several times a second, and to acknowledge each report would wake the agent, which costs more than to keep some
+of them a second longer: they are acknowledged together, with whatever is sent next or when the coordinator looks around. The
+successor of a coordinator that was killed is told them again, and does not mind (recovery.desk).
 """
 
 from __future__ import annotations
@@ -10,8 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from recovery.loop import Loop, Port
-from recovery.messages import Ack, AgentHello, Numbered, Welcome
+from recovery.messages import Ack, AgentHello, FromWorker, Numbered, Welcome
+from recovery.outbox import size
 from recovery.wire import Frame
+
+OWED_BYTES = 1 << 20
+"""Of reports that the agent keeps for want of an acknowledgement: more are acknowledged at once."""
 
 
 class Line:
@@ -24,6 +32,8 @@ class Line:
         self._on_hang_up = on_hang_up
         self._port: Port | None = None
         self._seen = 0
+        self._acknowledged = 0  # on this connection
+        self._owed_bytes = 0
         self._ack_due = False
         self.hello: AgentHello | None = None
         self.ended: object | None = None
@@ -38,7 +48,7 @@ class Line:
         """The agent has called (again): it is welcome, and this connection is the one that counts."""
         if self._port is not None:
             self._port.close()
-        self._port = port
+        self._port, self._acknowledged = port, 0
         port.take_over(self._frame, self._hung_up)
         self.hello = hello
         port.send(Welcome(epoch=epoch))
@@ -57,17 +67,23 @@ class Line:
             return
         self._on_message(message.message)
         self._seen = message.seq
-        if not self._ack_due:
+        self._owed_bytes += size(message.message)
+        can_wait = isinstance(message.message, FromWorker) and self._owed_bytes < OWED_BYTES
+        if not (can_wait or self._ack_due):
             self._ack_due = True
-            self._loop.flush_later(self._acknowledge)  # once for all that came together
+            self._loop.flush_later(self.acknowledge)  # once for all that came together
 
-    def _acknowledge(self) -> None:
+    def acknowledge(self) -> None:
+        """Tell the agent how far its messages are on record, if it does not know."""
         self._ack_due = False
-        self.send(Ack(seq=self._seen))
+        if self._port is not None and self._acknowledged < self._seen:
+            self._acknowledged, self._owed_bytes = self._seen, 0
+            self._port.send(Ack(seq=self._seen))
 
     def send(self, message: object) -> None:
         """To the agent; dropped if it is not connected (whoever needs an answer has a time limit)."""
         if self._port is not None:
+            self.acknowledge()
             self._port.send(message)
 
     def last_words(self) -> None:

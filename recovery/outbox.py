@@ -31,13 +31,13 @@ class Outbox:
         self._seq += 1
         numbered = Numbered(seq=self._seq, message=message)
         self._kept.append(numbered)
-        self._bytes += _size(message)
+        self._bytes += size(message)
         return numbered
 
     def acknowledge(self, seq: int) -> None:
         """Everything up to `seq`, inclusive, is on record."""
         while self._kept and self._kept[0].seq <= seq:
-            self._bytes -= _size(self._kept.popleft().message)
+            self._bytes -= size(self._kept.popleft().message)
 
     @property
     def full(self) -> bool:
@@ -53,6 +53,7 @@ class Outbox:
         return len(self._kept)
 
 
-def _size(message: Lasting) -> int:
+def size(message: Lasting) -> int:
+    """Bytes that it takes to keep a message, about."""
     payload = len(message.payload) if isinstance(message, FromWorker | FromKeeper) else 0
     return payload + OVERHEAD

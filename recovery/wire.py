@@ -35,6 +35,9 @@ MAX_DESCRIPTORS = 200
 MAX_QUEUED = 256 << 20
 MAX_TOGETHER = 64  # frames of one system call
 READ_SIZE = 1 << 16
+ANCILLARY_SIZE = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # as plain numbers: each call would make the enum anew
+SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 CONNECT_LIMIT_S = 1.0
 
 T = TypeVar("T")
@@ -141,9 +144,9 @@ class Channel(Generic[T]):
         """From the front: a frame with descriptors alone, others together, as one system call."""
         if not item.fds:
             plain = itertools.takewhile(lambda it: not it.fds, itertools.islice(self._out, MAX_TOGETHER))
-            return self.sock.sendmsg([it.data for it in plain], [], socket.MSG_NOSIGNAL)
+            return self.sock.sendmsg([it.data for it in plain], [], SEND_FLAGS)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", item.fds))]
-        sent = self.sock.sendmsg([item.data], rights, socket.MSG_NOSIGNAL)
+        sent = self.sock.sendmsg([item.data], rights, SEND_FLAGS)
         close_all(item.fds)
         item.fds = ()
         return sent
@@ -179,9 +182,7 @@ class Channel(Generic[T]):
     def _fill(self) -> bool:
         """Read once; True if there may be more."""
         try:
-            data, ancillary, flags, _ = self.sock.recvmsg(
-                READ_SIZE, socket.CMSG_SPACE(MAX_DESCRIPTORS * 4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
+            data, ancillary, flags, _ = self.sock.recvmsg(READ_SIZE, ANCILLARY_SIZE, RECEIVE_FLAGS)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:

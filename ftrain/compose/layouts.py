@@ -49,6 +49,7 @@ class Layouts:
         self.phase = 0
         self.wish = effective(config, 0)
         self.now = self.wish
+        self._told = self.now, layout_text(self.now)
         self._asked = self.wish  # when the newest layout was chosen
         self.places: tuple[Place, ...] = ()
         """Where the ranks of the newest attempt sit; empty before the first."""
@@ -68,7 +69,9 @@ class Layouts:
     @property
     def text(self) -> str:
         """The layout in words."""
-        return layout_text(self.now)
+        if self._told[0] is not self.now:  # asked for with each step
+            self._told = self.now, layout_text(self.now)
+        return self._told[1]
 
     @property
     def wish_text(self) -> str:
