@@ -110,7 +110,7 @@ class Taken:
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", AHEAD), ("meta", 0)])
 def test_hosts_ask_for_messages_beforehand_and_streams_do_not(schedule, device, ahead):
-    """Within a stream whatever is issued behind a receive waits for it. On either, each message once."""
+    """Within a stream whatever is issued behind a receive waits for it. On either, each message once, and in its order."""
     plan, links = stage_plan(piped(schedule)), Links()
     program = lower(training_schedule(piped(schedule), 4), [{}] * 2, [0] * 2, overlap=False)
     stages = {stage: Thirds(device) for stage in plan.stages_of(1)}
@@ -122,8 +122,11 @@ def test_hosts_ask_for_messages_beforehand_and_streams_do_not(schedule, device, 
         device=torch.device(device),
         progress=lambda phase, microbatch: None,
     )
+    awaited, buffer = [], pipeline._buffer
+    pipeline._buffer = lambda action, job: awaited.append(action) or buffer(action, job)
     pipeline.run(program.ranks[1], Job(tokens=None, shape=lambda number: (1, 1), finish=None))
     batches = [item.transfers for item in program.ranks[1] if isinstance(item, Batch)]
+    assert awaited == [transfer.of for transfer in chain(*batches) if not transfer.sends], "in the order in which they are sent"
     listed = [[(transfer.peer, transfer.sends) for transfer in batch] for batch in batches]
     assert sorted(chain(*links.asked)) == sorted(chain(*listed))
     assert links.open == 0
