@@ -47,6 +47,7 @@ class RebuiltCompressed:
         self._ends = target.manifest.table.position + target.manifest.stored
         self._crc = 0
         self._last: tuple[Checkpoint, int, NDArray[np.int64]] | None = None
+        self._ahead: tuple[Checkpoint, str, ByteRange, bytes] | None = None
 
     def __iter__(self) -> Iterator[bytes]:
         self.num_chunks, self._crc, at = 0, 0, 0
@@ -142,11 +143,28 @@ class RebuiltCompressed:
         cell = [(b - p) // t for b, p, t in zip(box.offset, part.offset, spec.tile, strict=True)]
         number = int(np.ravel_multi_index(cell, geometry.grid)) if cell else 0
         key = donor.prefix + manifest.packs[int(manifest.table.pack[row])].name
-        data = donor.store.get_range(key, ByteRange(*starts[number : number + 2].tolist()))
+        data = self._donor_bytes(donor, key, ByteRange(*starts[number : number + 2].tolist()), int(starts[-1]))
         problem = inflate(np.frombuffer(data, np.uint8), np.empty(geometry.chunk_nbytes, np.uint8))
         if problem:
             raise Damaged(f"{donor.url}: its chunk {problem}", array=spec.name)
         return data
+
+    def _donor_bytes(self, donor: Checkpoint, key: str, wanted: ByteRange, end: int) -> bytes:
+        """Bytes of a donor's pack. Of chunks that are asked for one after the other more and more at a time, up to `end`: a
+        pack that is lost would else be a request for each.
+        """
+        ahead = 0
+        if self._ahead is not None and self._ahead[:2] == (donor, key):
+            _, _, had, data = self._ahead
+            if had.start <= wanted.start and wanted.stop <= had.stop:
+                return data[wanted.start - had.start : wanted.stop - had.start]
+            ahead = min(2 * len(had), BLOCK_BYTES) if had.start < wanted.start <= had.stop else 0
+        rng = ByteRange(wanted.start, max(wanted.stop, min(wanted.start + ahead, end)))
+        try:
+            self._ahead = (donor, key, rng, bytes(donor.store.get_range(key, rng)))
+        except Damaged:  # perhaps behind what is wanted
+            return donor.store.get_range(key, wanted)
+        return self._ahead[3][: len(wanted)]
 
     def _donor_starts(self, donor: Checkpoint, row: int) -> NDArray[np.int64]:
         """Kept for one part at a time: its chunks are asked for one after the other."""

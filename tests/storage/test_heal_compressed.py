@@ -10,7 +10,7 @@ from storage.heal import heal
 from storage.keys import step_folder
 from storage.memory import MemoryStore
 from storage.objects import ByteRange
-from storage.pack import PartGeometry
+from storage.pack import ArraySpec, PartGeometry
 from storage.run import RunStore
 from storage.testing import flip_bit, swap, zero
 from tests.storage import building
@@ -104,6 +104,33 @@ def test_a_compressor_that_makes_other_bytes_writes_nothing(store: ClockStore, m
     assert contents(store) == damaged
     heal(store, 20, [plain.open(), pressed.open()])
     assert contents(store) == before, "bytes that are copied need no compressor"
+
+
+class CountingStore(MemoryStore):
+    """How much was asked for, and how often."""
+
+    requests = 0
+
+    def get_range(self, key: str, rng: ByteRange) -> bytes:
+        self.requests += 1
+        return super().get_range(key, rng)
+
+
+def test_a_lost_pack_comes_back_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte has 65,000 chunks, and a mirror may be far away."""
+    specs = {"master/w": ArraySpec(name="master/w", shape=(512, 64), dtype="float32", tile=(1, 64))}
+    monkeypatch.setattr(building, "SPECS", specs)
+    values = smooth_values(specs, 1)
+    run, mirror = RunStore(MemoryStore()), RunStore(CountingStore())
+    for each, writers in ((run, 2), (mirror, 3)):
+        save(each, values, step=10, epoch=each.take_epoch(owner={}), writers=writers, compressor=LZ4)
+    before = contents(run.store)
+    source = mirror.open()
+    run.store.delete(packs(run.store)[1])
+    assert heal(run.store, 10, [source]).num_chunks == 256
+    assert contents(run.store) == before
+    assert isinstance(mirror.store, CountingStore)
+    assert mirror.store.requests < 30
 
 
 def test_where_no_copy_has_it_nothing_is_written(store: ClockStore) -> None:
