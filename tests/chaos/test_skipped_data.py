@@ -26,6 +26,7 @@ from recovery.events import (
     RunStarted,
     Suspected,
 )
+from storage.compress import Compressor
 from storage.objects import open_store
 from storage.run import RunStore
 from tests.chaos.table import SLOWLY
@@ -172,8 +173,9 @@ def test_workers_whose_coordinator_died_hear_of_what_may_change_and_what_may_not
     assert code == ExitCode.CONFIG
     assert "still step under another config" in output
     with no_process_left(run):
-        code, output = run.run("--set", "checkpoint.snapshot_steps=5")
+        code, output = run.run("--set", "checkpoint.snapshot_steps=5", "--set", "checkpoint.compression=lz4")
     assert code == 0, output
+    assert RunStore(open_store(run.url)).open().manifest.compressor == Compressor(), "a keeper that was found, too"
     begun = handed_over(run)
     assert [event.readopted for event in run.events() if isinstance(event, RunStarted)] == [False, True]
     assert begun[0] == ("init", 0)
