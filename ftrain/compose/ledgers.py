@@ -90,8 +90,11 @@ class LedgerTail:
         for name, path in segments.items():
             if name < newest:
                 continue  # closed and read: a segment is only ever followed by a later one
-            with contextlib.suppress(FileNotFoundError):  # closed (renamed) between the two looks: the next call reads it
+            try:
                 events += self._grown(name, str(path))
+            except FileNotFoundError:  # closed, that is renamed, between the two looks
+                with contextlib.suppress(FileNotFoundError):  # or empty, and removed by the next coordinator
+                    events += self._grown(name, str(self._folder / name))
         self._open = next(((name, str(path)) for name, path in reversed(segments.items()) if path.suffix == ".open"), None)
         return events
 

@@ -69,3 +69,19 @@ def test_a_look_at_a_ledger_that_has_not_grown_lists_no_folder(tmp_path: Path, m
             assert steps(tail) == []
             ledger.append(event(2))
             assert steps(tail) == [2]
+
+
+def test_a_segment_that_is_closed_while_one_looks_is_read_in_that_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = LedgerTail._segments
+    with Ledger(tmp_path, epoch=1) as ledger:
+        ledger.append(event(1))
+
+        def closed_behind_the_list(tail: LedgerTail) -> dict[str, Path]:
+            found = listed(tail)
+            ledger.rotate()
+            return found
+
+        monkeypatch.setattr(LedgerTail, "_segments", closed_behind_the_list)
+        tail = LedgerTail(tmp_path, from_start=True)
+        assert steps(tail) == [1]
+        assert steps(tail) == []
