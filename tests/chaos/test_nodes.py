@@ -156,6 +156,7 @@ def network(tmp_path: Path) -> Iterator[Sequence[str]]:
         yield (bridge, *names)
     finally:
         for name in names:
+            ip("link", "del", f"v{name}", check=False)  # a namespace goes later, with its last process, and the pair with it
             ip("netns", "del", name, check=False)
         ip("link", "del", bridge, check=False)
 
