@@ -33,7 +33,7 @@ from ftrain.checkpoint.record import encoded, merged
 from ftrain.checkpoint.script_link import Keepers, SaveError
 from ftrain.checkpoint.script_load import load_newest, stored_until, take_epoch
 from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
-from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote
+from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote, checked_step
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
 from ftrain.supervised import StateStored, reporter
@@ -166,10 +166,9 @@ class Checkpointer:
 
     def _begin(self, step: int, state: Mapping[str, Any]) -> Save:
         """This rank's part in a save. Whatever is wrong with it: the others must not wait for this rank."""
-        save = Save(step)
+        save = Save(before=self._newest)
         try:
-            if step <= self._newest and self._saved_any:
-                raise ValueError(f"step {step} comes after step {self._newest}: steps grow, and `load` is what goes back")
+            save.step = checked_step(step, self._newest if self._saved_any else -1)
             self._known.look()
             save.later = self._beside.watch(state, self._known)
             self._hear()
@@ -277,6 +276,7 @@ class Checkpointer:
             if save.agreed or self._asked(save):
                 link.saved(name, step, record)
                 return True
+            self._newest = save.before  # so it can be saved yet
             return False
 
         if save.overlaps:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ftrain.checkpoint.beside import Later
 from ftrain.checkpoint.state import Flat
 
+MOST_STEPS = 2**53  # JSON's readers know no larger whole numbers
 BUSY = "step %d is not saved: two earlier saves are still on their way"
 ALONE = "the structure of the state has changed on some ranks alone; the next save plans anew"
 
@@ -43,7 +45,9 @@ class Vote(NamedTuple):
 class Save:
     """One save of this rank, under way."""
 
-    step: int
+    before: int
+    """The newest step before this save."""
+    step: int = 0
     flat: Flat = field(default_factory=lambda: Flat({}, [], [], {}))
     later: Later | None = None
     record: bytes = b""
@@ -53,3 +57,18 @@ class Save:
     overlaps: bool = False  # some of it is to be copied yet
     agreed: bool = False  # the other ranks have been asked
     broken: Exception | None = None  # the slot could not be filled
+
+
+def checked_step(step: object, newest: int) -> int:
+    """The step of a save after that of `newest`, as an int. Raises TypeError for what is no whole number (one of NumPy is),
+    ValueError for one that cannot come now.
+    """
+    try:
+        given = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"the step is {step!r}, a {type(step).__name__}: it is the number of finished steps, an int") from None
+    if not 0 <= given < MOST_STEPS:
+        raise ValueError(f"the step is {given}: it is the number of finished steps, from 0 to {MOST_STEPS - 1}")
+    if given <= newest:
+        raise ValueError(f"step {given} comes after step {newest}: steps grow, and `load` is what goes back")
+    return given

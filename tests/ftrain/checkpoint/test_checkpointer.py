@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -472,3 +473,15 @@ def test_the_record_is_readable_without_us(tmp_path: Path) -> None:
         "world": 1,
         "state": {"map": {"w": {"array": "w", "type": ["tensor", "float32"]}, "lr": 0.25}},
     }
+
+
+def test_what_is_a_step(tmp_path: Path) -> None:
+    with open_run(tmp_path) as checkpointer:
+        state = {"w": torch.ones(3)}
+        checkpointer.load(state)
+        checkpointer.save(np.arange(5)[3], state)
+        for wrong, error in ((4.0, TypeError), ("4", TypeError), (None, TypeError), (-4, ValueError), (2**60, ValueError)):
+            with pytest.raises(error, match="the number of finished steps"):
+                checkpointer.save(wrong, state)  # type: ignore[arg-type]
+        checkpointer.save(torch.tensor(4), state)  # type: ignore[arg-type]
+        assert checkpointer.wait() == 4

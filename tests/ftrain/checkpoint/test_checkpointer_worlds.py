@@ -353,9 +353,9 @@ def wrong_while_others_go_on(rank: int, url: str) -> list[str]:
             checkpointer.wait()
         except ftrain.SaveError as error:
             answers.append(str(error))
-    for step in (10, 11, 12):
+    for step in (7, 11, 12):  # what did not take place can be saved yet
         state["w"].fill_(step)
-        checkpointer.save(step, state | ({"more": torch.ones(2)} if rank and step > 10 else {}))
+        checkpointer.save(step, state | ({"more": torch.ones(2)} if rank and step > 7 else {}))
         checkpointer.wait_copied()
     assert checkpointer.wait() == 12
     checkpointer.close()
@@ -373,5 +373,5 @@ def test_a_rank_that_goes_on_hears_of_what_is_wrong_on_another_one(tmp_path: Pat
     assert [text.replace("step 6 is", "step 5 is") for text in (first[1], second[2])] == [f"rank 0: {differ}"] * 2
     assert (first[2:], second[3:]) == ([f"rank 0: {alone}"], [f"rank 0: {alone}"])
     run = RunStore(LocalStore(str(tmp_path)))
-    assert [info.step for info in run.checkpoints() if str(info.state) == "valid"] == [1, 2, 10, 11, 12]
-    assert [float(run.open(step).read("w").max()) for step in (10, 11, 12)] == [10, 11, 12]
+    assert [info.step for info in run.checkpoints() if str(info.state) == "valid"] == [1, 2, 7, 11, 12]
+    assert [float(run.open(step).read("w").max()) for step in (7, 11, 12)] == [7, 11, 12]
