@@ -194,8 +194,9 @@ class Pieces:
 
 def _piece(held: Holding, region: Region) -> StatePiece:
     values = held.part(region)
-    if held.spec.itemsize == 8 and values.ndim and values.stride(-1) != 1:
-        values = values.contiguous()  # elements of 8 bytes are moved in halves
+    if held.spec.itemsize == 8 and values.ndim and values.stride(-1) != 1:  # elements of 8 bytes are moved in halves
+        one = values.shape[-1] == 1  # then the stride means nothing
+        values = values.as_strided(values.shape, (*values.stride()[:-1], 1)) if one else values.contiguous()
     return StatePiece(held.spec.name, region.box, values, held.spec.dtype)
 
 

@@ -485,3 +485,24 @@ def test_what_is_a_step(tmp_path: Path) -> None:
                 checkpointer.save(wrong, state)  # type: ignore[arg-type]
         checkpointer.save(torch.tensor(4), state)  # type: ignore[arg-type]
         assert checkpointer.wait() == 4
+
+
+def test_elements_of_eight_bytes_in_any_order(tmp_path: Path) -> None:
+    """They are moved in halves, so the halves of one must lie side by side; the stride of a dim of one element says nothing."""
+    values = torch.arange(60.0, dtype=torch.float64)
+    made = {
+        "column": values.view(6, 10)[:, 3:4],
+        "turned": values[:6].view(1, 6).t(),
+        "one": values[7::60],
+        "every other": values[::2],
+        "spread": values[5].expand(4, 1),
+        "integers": torch.arange(12).view(3, 4).t()[:, :1],
+        "complex": torch.randn(3, 4, dtype=torch.complex128).t()[:, 1:2],
+    }
+    with open_run(tmp_path) as checkpointer:
+        checkpointer.load(made)
+        checkpointer.save(1, made)
+    loaded = {name: torch.zeros_like(each).contiguous() for name, each in made.items()}
+    with open_run(tmp_path) as checkpointer:
+        assert checkpointer.load(loaded) == 1
+    assert all(torch.equal(loaded[name], each) for name, each in made.items())
