@@ -341,10 +341,10 @@ def balance_of_own_positions():
 def room_for_each_ranks_positions():
     """An expert takes the first positions of each rank's part of a sequence."""
 
-    def kept(original, self, whole):
+    def kept(original, self, whole, counts):
         own = self.groups.context.cut(whole)
         alone = replace(self, groups=moe.ALONE)
-        return original(alone, own)
+        return original(alone, own, self.counts(own))
 
     with patched(moe.Router, "kept", kept):
         yield
