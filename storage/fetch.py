@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.flights import flights
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.reshard import PartRead, PlannedRange, rectangles
@@ -78,12 +79,12 @@ def fetch(
     if not store.capabilities.local:
         yield from _fetch_remote(store, manifest, ranges, prefix)
         return
-    batches = list(_batches(ranges, scratch_bytes))
-    scratch = np.empty(max(map(_size, batches), default=0), np.uint8)
+    batches = list(flights(ranges, scratch_bytes, size=_size))
+    scratch = np.empty(max((sum(map(_size, batch)) for batch in batches), default=0), np.uint8)
     for batch in batches:
         placed, at = [], 0
         for planned in batch:
-            size = planned.stop - planned.start
+            size = _size(planned)
             store.get_into(prefix + manifest.packs[planned.pack].name, planned.start, scratch[at : at + size].data)
             placed.append((planned, at))
             at += size
@@ -92,31 +93,17 @@ def fetch(
 
 def _fetch_remote(store: ObjectStore, manifest: Manifest, ranges: Sequence[PlannedRange], prefix: str) -> Iterator[Batch]:
     """Many requests at a time, all of one object; large answers are used as they are."""
-    for flight in _batches(ranges, IN_FLIGHT_BYTES, one_pack=True):
+    for flight in flights(ranges, IN_FLIGHT_BYTES, size=_size, of=lambda planned: planned.pack):
         key = prefix + manifest.packs[flight[0].pack].name
         answers = dict(zip(flight, store.get_ranges(key, [ByteRange(r.start, r.stop) for r in flight]), strict=True))
-        for group in _batches(flight, JOIN_BYTES):
+        for group in flights(flight, JOIN_BYTES, size=_size):
             data = answers[group[0]] if len(group) == 1 else b"".join([answers[planned] for planned in group])
             starts = np.cumsum([0, *(r.stop - r.start for r in group[:-1])]).tolist()
             yield Batch(np.frombuffer(data, np.uint8), tuple(zip(group, starts, strict=True)))
 
 
-def _size(ranges: Sequence[PlannedRange]) -> int:
-    return sum(r.stop - r.start for r in ranges)
-
-
-def _batches(ranges: Sequence[PlannedRange], most: int, *, one_pack: bool = False) -> Iterator[list[PlannedRange]]:
-    """Consecutive ranges with together at most `most` bytes, or a single larger one."""
-    batch, nbytes = list[PlannedRange](), 0
-    for planned in ranges:
-        size = planned.stop - planned.start
-        if batch and (nbytes + size > most or (one_pack and planned.pack != batch[0].pack)):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(planned)
-        nbytes += size
-    if batch:
-        yield batch
+def _size(planned: PlannedRange) -> int:
+    return planned.stop - planned.start
 
 
 def tile_blocks(batch: Batch, parts: Sequence[PartRead] | Mapping[int, PartRead]) -> Iterator[TileBlock]:

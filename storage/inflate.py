@@ -13,6 +13,7 @@ import numpy as np
 
 from storage.compress import inflate
 from storage.fetch import Batch, WrongChunk
+from storage.flights import flights
 from storage.reshard import PartRead, PlannedRange, Span
 
 __all__ = ["Inflater"]
@@ -43,15 +44,12 @@ class Inflater:
         if not any(parts[span.part].starts is not None for planned, _ in batch.placed for span in planned.spans):
             yield batch
             return
-        runs, nbytes = list[_Run](), 0
-        for run in self._runs(batch, parts):
-            size = run.span.count * parts[run.span.part].geometry.stride
-            if runs and nbytes + size > self._most:
-                yield self._inflated(batch, parts, runs, nbytes)
-                runs, nbytes = [], 0
-            runs.append(run)
-            nbytes += size
-        yield self._inflated(batch, parts, runs, nbytes)
+
+        def size(run: _Run) -> int:
+            return run.span.count * parts[run.span.part].geometry.stride
+
+        for runs in flights(self._runs(batch, parts), self._most, size=size):
+            yield self._inflated(batch, parts, runs, sum(map(size, runs)))
 
     def _runs(self, batch: Batch, parts: Parts) -> Iterator[_Run]:
         """The chunks of a batch, so few at a time that they fit the scratch."""

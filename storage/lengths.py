@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from storage.compress import MAX_EXTRA_BYTES, MIN_STORED_BYTES
 from storage.errors import Damaged
+from storage.flights import flights
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
 from storage.pack import CRC_BYTES, PartGeometry
@@ -58,9 +59,12 @@ def stored_starts(
     """The same, one by one, with what is wrong in the place of what could not be had; `ObjectMissing` if a pack is."""
     if manifest.stored is None:
         return
-    for flight in _flights(manifest, rows):
+    pack_of = manifest.table.pack
+    for flight in flights(
+        rows, FLIGHT_BYTES, size=lambda row: len(_table_range(manifest, row)), of=lambda row: int(pack_of[row])
+    ):
         ranges = [_table_range(manifest, row) for row in flight]
-        pack = manifest.packs[int(manifest.table.pack[flight[0]])].name
+        pack = manifest.packs[int(pack_of[flight[0]])].name
         try:
             answers = store.get_ranges(prefix + pack, ranges)
         except Damaged:  # of several, perhaps of one
@@ -74,20 +78,6 @@ def _alone(store: ObjectStore, key: str, rng: ByteRange) -> bytes:
         return store.get_range(key, rng)
     except Damaged:
         return b""
-
-
-def _flights(manifest: Manifest, rows: Iterable[int]) -> Iterator[list[int]]:
-    """Rows whose tables are read together: of one pack, and not too much of it."""
-    flight, nbytes = list[int](), 0
-    for row in rows:
-        size = len(_table_range(manifest, row))
-        if flight and (manifest.table.pack[row] != manifest.table.pack[flight[0]] or nbytes + size > FLIGHT_BYTES):
-            yield flight
-            flight, nbytes = [], 0
-        flight.append(row)
-        nbytes += size
-    if flight:
-        yield flight
 
 
 def _table_range(manifest: Manifest, row: int) -> ByteRange:
