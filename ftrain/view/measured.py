@@ -94,13 +94,10 @@ def measured(run: Recorded) -> Measured:
     attempts = run.report.attempts
     layout = attempts[-1].layout if attempts else ""
     of_layout = {row.attempt for row in attempts if row.layout == layout}
-    sequences = run.steps[-1].record.sequences if run.steps else 0
-    steps = [
-        done for done in warm([done for done in run.steps if done.attempt in of_layout]) if done.record.sequences == sequences
-    ]
-    tokens = median(
-        [done.record.tokens for done in run.steps if done.attempt in of_layout and done.record.sequences == sequences]
-    )
+    here = [done for done in run.steps if done.attempt in of_layout]
+    sequences = here[-1].record.sequences if here else 0
+    steps = [done for done in warm(here) if done.record.sequences == sequences]
+    tokens = median([done.record.tokens for done in here if done.record.sequences == sequences])
     kept = {(done.attempt, done.record.step) for done in steps}
     times = [line for line in run.metrics if "mean" in line and (line.get("attempt"), line.get("step")) in kept]
     return Measured(
