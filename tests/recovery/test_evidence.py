@@ -79,12 +79,17 @@ def test_reports_of_kills_in_other_cgroups_are_left_out_of_the_kernel_log() -> N
     assert our_kernel_log(machine) == machine  # the machine's own memory concerns everybody on it
 
 
+def in_the_root_cgroup(proc: Path) -> None:
+    """`proc` says so of the process that reads it."""
+    (proc / "self").mkdir()
+    (proc / "self" / "cgroup").write_text("0::/\n")
+
+
 def test_a_report_of_a_kill_is_ours_if_a_counter_of_ours_has_grown_or_nothing_counts(tmp_path: Path) -> None:
     log, counter = tmp_path / "kmsg", tmp_path / "memory.events"
     log.write_text("6,1,2000000,-;Memory cgroup out of memory: Killed process 9 (python) total-vm:1kB\n")
     counter.write_text("oom_kill 0\n")
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    in_the_root_cgroup(tmp_path)
     watch = OomWatch(proc=tmp_path, cgroups=tmp_path)
     assert kernel_and_kills(watch, since_s=0.0, path=str(log)).kernel == ()
     uncounted = kernel_and_kills(OomWatch(proc=tmp_path / "none", cgroups=tmp_path), since_s=0.0, path=str(log))
@@ -100,8 +105,7 @@ def test_a_kill_right_after_the_counters_were_read_is_not_taken_for_somebody_els
     counter, log = tmp_path / "memory.events", tmp_path / "kmsg"
     counter.write_text("oom_kill 0\n")
     log.write_text("")
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    in_the_root_cgroup(tmp_path)
 
     class Soon(OomWatch):
         reads = 0

@@ -47,21 +47,40 @@ def golden_values() -> Values:
 
 def golden_store() -> MemoryStore:
     """A run with an epoch that was rolled back, and one good checkpoint of the next."""
-    store = MemoryStore()
-    store.url = "memory://golden"
-    run = RunStore(store, clock=lambda: 1_700_000_000.0)
+    store, run = _begun()
+    values = golden_values()
     run.take_epoch(owner={"host": "golden"})
     for epoch, step in ((0, 990), (0, 1010), (EPOCH, STEP)):
         if epoch == EPOCH:
             run.take_epoch(owner={"host": "golden"}, starts_from=990)
-        deliveries = []
-        for writer, hand in enumerate(deal(SPECS, 3)):
-            data, delivery = build_pack(SPECS, golden_values(), hand, pack_name(epoch, ATTEMPT, writer))
-            store.put(run.pack_key(step, epoch, ATTEMPT, writer), data)
-            deliveries.append(delivery)
-        progress = {**PROGRESS, "step": step}
-        run.commit(merge(deliveries, step=step, epoch=epoch, attempt=ATTEMPT, progress=progress, created_s=1.7e9))
+        _commit(run, store, SPECS, values, epoch=epoch, step=step)
     return store
+
+
+def _begun() -> tuple[MemoryStore, RunStore]:
+    store = MemoryStore()
+    store.url = "memory://golden"
+    return store, RunStore(store, clock=lambda: 1_700_000_000.0)
+
+
+def _commit(
+    run: RunStore,
+    store: MemoryStore,
+    specs: dict[str, ArraySpec],
+    values: Values,
+    *,
+    epoch: int,
+    step: int,
+    compressor: Compressor | None = None,
+) -> None:
+    """A checkpoint by three writers."""
+    deliveries = []
+    for writer, hand in enumerate(deal(specs, 3)):
+        data, delivery = build_pack(specs, values, hand, pack_name(epoch, ATTEMPT, writer), compressor)
+        store.put(run.pack_key(step, epoch, ATTEMPT, writer), data)
+        deliveries.append(delivery)
+    progress = {**PROGRESS, "step": step}
+    run.commit(merge(deliveries, step=step, epoch=epoch, attempt=ATTEMPT, progress=progress, created_s=1.7e9))
 
 
 COMPRESSED = {
@@ -95,19 +114,11 @@ def compressed_values() -> Values:
 
 def compressed_store() -> MemoryStore:
     """One state three times: as it is, and compressed in two ways."""
-    store = MemoryStore()
-    store.url = "memory://golden"
-    run = RunStore(store, clock=lambda: 1_700_000_000.0)
+    store, run = _begun()
+    values = compressed_values()
     epoch = run.take_epoch(owner={"host": "golden"})
     for step, compressor in COMPRESSORS.items():
-        deliveries = []
-        for writer, hand in enumerate(deal(COMPRESSED, 3)):
-            name = pack_name(epoch, ATTEMPT, writer)
-            data, delivery = build_pack(COMPRESSED, compressed_values(), hand, name, compressor)
-            store.put(run.pack_key(step, epoch, ATTEMPT, writer), data)
-            deliveries.append(delivery)
-        progress = {**PROGRESS, "step": step}
-        run.commit(merge(deliveries, step=step, epoch=epoch, attempt=ATTEMPT, progress=progress, created_s=1.7e9))
+        _commit(run, store, COMPRESSED, values, epoch=epoch, step=step, compressor=compressor)
     return store
 
 
