@@ -234,8 +234,9 @@ def gradients_come_home_one_place_early():
     """The last pass of the ring is forgotten: a rank takes its neighbour's."""
 
     def home(original, self):
-        original(self)
-        return self._other if self.group.size > 1 else self._sums
+        arrived = original(self)
+        self.asked = getattr(self, "asked", 0) + 1  # once for each block to add to, then for the result
+        return self._other if self.asked > self.group.size > 1 else arrived
 
     with patched(context._Travelling, "home", home):
         yield
