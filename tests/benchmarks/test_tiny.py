@@ -30,6 +30,7 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
     assert {"blocked_over_memcpy", "dcp_over_ours", "dcp_best"} < result.keys()
     assert result["blocked_over_memcpy"] > 0
     assert result["dcp_over_ours"] > 0
+    assert result["blocking"]["dcp_defaults_over_ours"] >= result["blocking"]["dcp_over_ours"] > 0
     assert result["verified_bytes"] > 14 * result["parameters"]  # with the checksums
     assert result["overlapped"]["blocked_over_memcpy"] > 0
     beside = {"overlapped", "overlapped_stored", "dcp_thread_async_stager", "dcp_process_async_stager"}
