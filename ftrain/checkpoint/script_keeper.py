@@ -64,6 +64,7 @@ class ScriptKeeper:
         """`tell` must be safe from any thread."""
         self._start, self._tell = start, tell
         self._records: dict[int, bytes] = {}
+        self._due_parts: set[int] = set()  # steps of which this rank's part is not delivered yet
         self._keeper = Keeper(lambda: open_store(start.url), self._stored)
         self._store: ObjectStore | None = None
         self._lock = threading.Lock()
@@ -90,6 +91,7 @@ class ScriptKeeper:
         if message.slot:
             with self._told:
                 self._records[message.step] = message.record
+                self._due_parts.add(message.step)
                 self._told.notify_all()
         if self._start.rank == 0:
             self._due.put((message.step, time.monotonic()))
@@ -145,6 +147,9 @@ class ScriptKeeper:
             delivery = Delivery(error=f"rank {self._start.rank}: {type(error).__name__}: {error}")
         self._keeper.settled(Settled(attempt=self._start.attempt, step=step))
         self._tell(PartDone(step=step, error=delivery.error))
+        with self._told:
+            self._due_parts.discard(step)
+            self._told.notify_all()
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +170,7 @@ class ScriptKeeper:
             record = read_commit(store, step_folder(step) + commit_name(self._start.epoch))
             return CommitDone(step=step, nbytes=record.nbytes, seconds=time.monotonic() - begin)
         keys = [delivery_key(step, self._start.epoch, self._start.attempt, rank) for rank in range(self._start.world)]
-        deliveries = self._await(store, keys, begin)
+        deliveries = self._await(store, step, keys, begin)
         errors = [each.error for each in deliveries if each.error]
         if errors:
             return CommitDone(step=step, error=errors[0])
@@ -187,8 +192,13 @@ class ScriptKeeper:
             store.delete(key)
         return CommitDone(step=step, nbytes=sum(part.manifest.pack.nbytes for part in parts), seconds=time.monotonic() - begin)
 
-    def _await(self, store: ObjectStore, keys: list[str], begin: float) -> list[Delivery]:
-        """All ranks' parts, as they appear. Raises TimeoutError if one does not."""
+    def _await(self, store: ObjectStore, step: int, keys: list[str], begin: float) -> list[Delivery]:
+        """All ranks' parts, as they appear. Raises TimeoutError if one does not.
+
+        Ranks take about the same time: while this one's part is on its way, nobody looks for the others', and then often.
+        """
+        with self._told:
+            self._told.wait_for(lambda: step not in self._due_parts, self._start.patience_s)
         found: dict[str, Delivery] = {}
         pause_s = POLL_S
         while True:
