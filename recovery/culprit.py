@@ -16,7 +16,7 @@ from typing import Literal
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
-How = Literal["speaker", "timeout", "outside", "killed"]  # what was struck: a rank, a collective, the machine
+How = Literal["speaker", "timeout", "outside", "killed", "stuck"]  # what was struck: a rank, a collective, the machine
 # Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
 _OUTSIDE = ((-2, 130), (-1, 129), (-15, 143), (None,), (-9, 137))
 _MEMBER = re.compile(
@@ -29,8 +29,11 @@ _ACCUSED = re.compile(
     r"[Cc]heck rank (\d+) logs|received errors while waiting for send/recv from rank (\d+)|"
     r"\b[Rr]ank (\d+) (?:failed to pass|never (?:joined|reported|arrived)|did not (?:join|reach|arrive|respond)|"
     r"is (?:missing|dead|stuck|absent))|"
-    r"/task:(\d+) (?:heartbeat timeout|has been set to ERROR|unexpectedly tried)"
+    r"/task:(\d+) (?:heartbeat timeout|has been set to ERROR|unexpectedly tried)|"
+    r"timed out task names: \S*/task:(\d+)(?![\d,])|\[missing ranks: (\d+)\]"
 )
+_MISSING = re.compile(r"^(?:Missing|Stalled) ranks:\s*$")  # Horovod's heading of the ranks whose tensors are waited for
+_WAITED_FOR = re.compile(r"^(\d{1,5}): \[")
 _IN_TEXT = (
     _ACCUSED,
     re.compile(r"\b(?:global|GLOBAL)[_ ](?:rank|RANK)[ :=]+(\d+)"),
@@ -107,6 +110,8 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
 
 
 def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequence[Line], how: How) -> Iterable[int | None]:
+    if how == "stuck" and deciding.where != "log":
+        yield _only(case, (None,))
     if deciding.where == "exit":
         yield _struck(case, deciding)
     elif deciding.where != "kernel":
@@ -159,7 +164,7 @@ def _lowest_of_some(case: Evidence) -> int | None:
 def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
     """In a hung collective: the one rank that never reported, else the one whose sequence number is lowest."""
     seen: dict[int, int] = {}
-    accused: set[int] = set()
+    accused = _waited_for(reader)
     for line in reader.lines["log"]:
         if match := _ACCUSED.search(line.text):
             accused.add(_number(match))
@@ -178,6 +183,20 @@ def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
         return min(seen, key=lambda rank: seen[rank])
     own = odd_one_out(case)
     return own if own is not None and len(seen) <= 1 else None
+
+
+def _waited_for(reader: Reader) -> set[int]:
+    """The ranks under the last heading of those that the others wait for, one a line."""
+    ranks: set[int] = set()
+    listed = False
+    for line in reader.lines["log"]:
+        if _MISSING.match(line.text):
+            ranks, listed = set(), True
+        elif listed and (match := _WAITED_FOR.match(line.text)):
+            ranks.add(int(match[1]))
+        else:
+            listed = False
+    return ranks
 
 
 def root_cause(reader: Reader) -> int | None:
