@@ -269,6 +269,7 @@ class Agent:
 
     def _beat(self) -> None:
         if self.crew is not None and not self.crew.all_ended:
+            self.crew.look()
             self.answer(Heartbeats(beats=self.crew.beats()))
 
     def obey(self, command: ToAgent) -> None:

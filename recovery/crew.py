@@ -21,6 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from recovery import paths
+from recovery.bell import Bell
 from recovery.evidence import OomWatch
 from recovery.heartbeat import RECORD_SIZE, Beat, HeartbeatReader
 from recovery.loop import Loop, Port
@@ -78,6 +79,8 @@ class Worker:
     asked: bool = False
     """Whether the zygote has been asked to fork it."""
     hello: bool = False
+    rings: bool = False
+    """Whether it says when its socket is to be read."""
     ended: bool = False
     status: int | None = None
     t: float = 0.0
@@ -101,6 +104,8 @@ class Crew:
         self.workers = {spec.rank: Worker(spec=spec, index=index) for index, spec in enumerate(start.workers)}
         self._page = memfd("heartbeat", max(1, len(self.workers)) * RECORD_SIZE)
         self.reader = HeartbeatReader(self._page)
+        self._bell = Bell(around.loop, self.look)
+        self._paused = False
         self.order: list[int] = []
         """Ranks in the order of their deaths."""
         self.oom = OomWatch()
@@ -145,6 +150,7 @@ class Crew:
         ours, theirs = socket_pair()
         out = os.open(self._path(paths.rank_log, worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fds = {"log": out, "channel": theirs.fileno(), "heartbeat": self._page, "control": around.control_fd}
+        fds["bell"] = self._bell.fileno()
         fds |= {"listener": listener_fd} if listener_fd is not None else {}
         fds |= {name: around.area_fd(name) for name in spec.memfds}
         request = Fork(
@@ -215,8 +221,10 @@ class Crew:
     def _frame(self, worker: Worker, frame: Frame[FromWorkerProcess]) -> None:
         rank = worker.spec.rank
         match frame.message:
-            case WorkerHello(pid=pid):
-                worker.hello = True
+            case WorkerHello(pid=pid, rings=rings):
+                worker.hello, worker.rings = True, rings
+                if rings and worker.port is not None:
+                    worker.port.rest()
                 told, worker.pid = worker.pid != 0, pid
                 if self._stopped is not None and not told:
                     self._signal(worker, *self._stopped)
@@ -234,11 +242,20 @@ class Crew:
         if worker is not None and worker.port is not None and not worker.ended:
             worker.port.send(Payload(payload=payload))
 
+    def look(self) -> None:
+        """Read what those have sent that nobody listens to, unless they are to wait."""
+        for worker in self.workers.values():
+            if worker.rings and worker.port is not None and not (worker.ended or self._paused):
+                worker.port.poll()
+
     def pause(self, paused: bool) -> None:
         """Stop or go on reading what the workers send."""
+        before, self._paused = self._paused, paused
         for worker in self.workers.values():
             if worker.port is not None and not worker.ended:
                 worker.port.pause(paused)
+        if before and not paused:
+            self.look()
 
     def by_pid(self, pid: int) -> Worker | None:
         """The living worker with this pid."""
@@ -311,4 +328,5 @@ class Crew:
             if worker.port is not None:
                 worker.port.close()
         self.reader.close()
+        self._bell.close()
         close_all([self._page])

@@ -197,6 +197,7 @@ class Port:
         self._on_close: Callable[[], None] | None = on_close
         self._fd = channel.fileno()
         self._attached = True
+        self._resting = False
         self._writing = False
         self._flush_due = False
         loop.add(self._fd, self._readable)
@@ -236,9 +237,14 @@ class Port:
             self._writing = self.channel.wants_write
             self._loop.set_writer(self._fd, self._readable, self._write if self._writing else None)
 
+    def rest(self) -> None:
+        """Listen no more: the other end says by another way when there is something, and `poll` reads it."""
+        self._resting = True
+        self._detach()
+
     def pause(self, paused: bool) -> None:
         """Stop reading (the sender will wait), or go on: how a full queue is pushed back to where it comes from."""
-        if self.closed or paused != self._attached:
+        if self.closed or self._resting or paused != self._attached:
             return
         if paused:
             self._detach()
@@ -248,7 +254,9 @@ class Port:
             self._after_write()
 
     def poll(self) -> None:
-        """Handle what has already arrived, now: the last words of a process that is known to be dead."""
+        """Handle what has already arrived, now: of one that is not listened to, or the last words of a dead process."""
+        if self.channel.wants_write:
+            self._write()
         if not self.closed:
             self._readable()
 

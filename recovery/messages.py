@@ -342,9 +342,11 @@ class ForkFailed(Message, frozen=True, kw_only=True):
 
 
 class WorkerHello(Message, frozen=True, kw_only=True):
-    """The worker is adopted, will die with the agent, and enters its function now."""
+    """The worker is adopted, will die with the agent, and enters its function now. `rings`: it rings the bell whenever its
+    socket should be read, so that nobody has to listen to it."""
 
     pid: int
+    rings: bool = False
 
 
 class Payload(Message, frozen=True, kw_only=True):

@@ -4,6 +4,11 @@ The supervised function gets everything through one WorkerContext and imports no
 only set a flag, because a step must never be cut in the middle; an uncaught exception is written as JSON *before* the process
 exits, because "exit status 1" explains nothing, and the agent is told at once, because tearing down a large process takes time.
 
+What a worker says is in the kernel's hands at once, and survives it. Whether the agent is woken to read it is another question:
+a process that is woken for each of many short steps takes the processor from those who train. So the agent does not listen to
+the socket; it reads when a bell rings (an eventfd), a worker has died, or a second is over. Reports that can wait ring it twice
+a second, everything else rings at once.
+
 Must stay importable without torch or numpy: the zygote imports it before the preloaded module.
 """
 
@@ -38,6 +43,8 @@ from recovery.messages import (
 from recovery.wire import Channel, close_all
 
 OOM_SCORE_ADJ = 500
+RING_S = 0.5
+"""Reports that can wait are heard of after so long, as long as others follow them."""
 SEND_LIMIT_S = 600.0
 
 
@@ -70,6 +77,9 @@ class WorkerContext:
         self.heartbeat = HeartbeatWriter(page, fork.index, rank=fork.rank, attempt=fork.attempt)
         self.control = ControlReader(control)
         close_all((page, control))  # mapped; the mappings hold what they need
+        self.bell: int | None = fds.pop("bell", None)
+        """Rung when the agent should read; without one it is woken by every message."""
+        self._rung = 0.0
         self.listener_fd: int | None = fds.pop("listener", None)
         """Listening TCP socket of the rendezvous, only in rank 0; its port is `args["port"]` in every rank."""
         self.fds = fds
@@ -82,6 +92,10 @@ class WorkerContext:
     def send(self, payload: bytes) -> None:
         """To the coordinator's delegate. Waits only if the agent is far behind."""
         self._send(Payload(payload=payload))
+
+    def send_soon(self, payload: bytes) -> None:
+        """The same for what is said often and need not be heard at once: it is, if the agent was not woken for `RING_S`."""
+        self._send(Payload(payload=payload), ring=time.monotonic() - self._rung >= RING_S)
 
     def send_later(self, payload: bytes) -> None:
         """To the coordinator's delegate, with whatever is sent next: what is not worth waking anybody for."""
@@ -98,13 +112,25 @@ class WorkerContext:
             frame = self._channel.receive(0.0)
         return frame.message.payload if frame is not None else None
 
-    def _send(self, message: object) -> None:
+    def hello(self) -> None:
+        """The first message."""
+        self._send(WorkerHello(pid=os.getpid(), rings=self.bell is not None))
+
+    def _send(self, message: object, *, ring: bool = True) -> None:
         with self._lock:
             self._channel.send(message)
+            if ring or self._channel.wants_write:
+                self._ring()
             if self._channel.wants_write:
                 self._channel.drain(SEND_LIMIT_S)
             if self._channel.closed:
                 raise AgentGoneError(f"rank {self.rank}: the agent's socket is closed")
+
+    def _ring(self) -> None:
+        if self.bell is not None:
+            self._rung = time.monotonic()
+            with contextlib.suppress(BlockingIOError):  # it rings already
+                os.eventfd_write(self.bell, 1)
 
     def fail(self, error: BaseException) -> None:
         """Write the error file, then tell the agent."""
@@ -129,7 +155,7 @@ def run_worker(fork: Fork, channel: Channel[ToWorkerProcess], fds: dict[str, int
         become(fork, channel, fds)
     context = WorkerContext(fork, channel, fds)
     _install_signals(context)
-    channel.send(WorkerHello(pid=os.getpid()))
+    context.hello()
     status = 1
     try:
         resolve(fork.entry)(context)

@@ -57,8 +57,8 @@ class Saver:
         reached: Callable[[str, int], None] = lambda point, step: None,
         overlap: bool = False,
     ) -> None:
-        """`identity`: (epoch, attempt, rank, world). When a snapshot is complete, `announce` is told the slot's name
-        (for the keeper) and `taken` the step and whether it goes to storage. `reached` is told named points.
+        """`identity`: (epoch, attempt, rank, world). When a snapshot is complete, `taken` is told the step and whether it goes
+        to storage, and `announce`, last, the slot's name (for the keeper). `reached` is told named points.
 
         `overlap`: `save` returns at once and the copy runs beside the next forward and backward, which only read the
         weights; whoever changes the state calls `finish` first.
@@ -164,8 +164,8 @@ class Saver:
         self._reached("copy", step)
         _copy(slot, runs[half:])
         slot.complete(record, upload=upload)
-        self._announce(name)
         self._taken(step, upload)
+        self._announce(name)
 
 
 def _copy(slot: ArenaSlot, runs: Sequence[CopyRun]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ftrain.checkpoint.arena import ArenaSlot
 from ftrain.checkpoint.layout import rank_layout
-from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, Traced, encode
+from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, StepDone, Traced, encode
 from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
 from ftrain.checkpoint.restore import Restored, restore
 from ftrain.checkpoint.saver import Saver
@@ -182,7 +182,7 @@ def _loop(
         rank_layout(config, engine.mesh.coordinate),
         identity=(context.epoch, context.attempt, context.rank, config.parallel.ranks),
         announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
-        taken=lambda step, upload: context.send(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
+        taken=lambda step, upload: context.send_later(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
         reached=faults.reached,
         overlap=config.checkpoint.overlap,
     )
@@ -195,7 +195,7 @@ def _loop(
         engine=engine,
         saver=saver,
         asked=Asked(context),
-        report=lambda message: context.send(encode(message)),
+        report=lambda message: (context.send_soon if isinstance(message, StepDone) else context.send)(encode(message)),
         beat=lambda phase, step: context.heartbeat.beat(phase, step=step),
         reached=faults.reached,
         rank=context.rank,

@@ -112,7 +112,7 @@ def test_a_worker_sees_exactly_what_it_was_given(tmp_path):
             log = str(tmp_path / "logs" / "attempt-0000" / f"rank-{rank:05d}.log")
             sockets = ["socket", "socket"] if rank == 0 else ["socket"]  # its channel; the listener
             areas = ["/memfd", "/memfd", "/memfd"]  # heartbeat, control, its own
-            assert kinds == sorted(["/dev/null", log, log, *areas, *sockets]), it["fds"]
+            assert kinds == sorted(["/dev/null", log, log, "anon_inode", *areas, *sockets]), it["fds"]  # and the bell
         assert seen[0]["args"]["port"] == seen[1]["args"]["port"] > 0
         assert seen[1]["listener"] is None
 
@@ -225,6 +225,31 @@ def test_what_was_not_acknowledged_is_told_again(tmp_path):
         assert exited.status == 7
         steps = [it.payload.split()[1] for it in agent.seen if isinstance(it, FromWorker) and it.payload.startswith(b"step")]
         assert [int(step) for step in steps] == list(range(3, 30))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_reports_that_wait_are_read_all_the_same(tmp_path, dies):
+    with driven_agent(tmp_path) as agent:
+        agent.accept()
+        agent.start("toy_entries:murmur", args={"reports": 50, "dies": dies})
+        if dies:
+            agent.wait_exit()
+        else:
+            agent.expect(FromWorker, lambda it: it.payload == b"49")
+        assert [it.payload for it in agent.seen if isinstance(it, FromWorker)] == [b"%d" % number for number in range(50)]
+
+
+def test_who_reports_more_than_anybody_takes_down_waits_and_loses_nothing(tmp_path):
+    with driven_agent(tmp_path) as agent:
+        agent.accept()
+        agent.start("toy_entries:shout", args={"reports": 80})
+        told = [int(it.payload.split(b" ")[0]) for it in agent.seen if isinstance(it, FromWorker)]
+        while len(told) < 80:
+            told.append(int(agent.wait_for(FromWorker).payload.split(b" ")[0]))
+            if len(told) >= 64:  # the agent keeps 64 MiB until it hears that they are on record
+                agent.acknowledge()
+        assert told == list(range(80))
+        assert agent.wait_exit().status == 0
 
 
 def test_a_coordinator_of_an_older_epoch_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -25,3 +26,19 @@ def wait_for_flag(context: WorkerContext) -> None:
     while not context.terminated:
         time.sleep(0.005)
     context.send(b"terminated True")
+
+
+def murmur(context: WorkerContext) -> None:
+    """Say things that can wait, then die without a word, or live on in silence."""
+    for number in range(context.args["reports"]):
+        context.send_soon(b"%d" % number)
+    if context.args["dies"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not context.terminated:
+        time.sleep(0.005)
+
+
+def shout(context: WorkerContext) -> None:
+    """Say more than anybody keeps."""
+    for number in range(context.args["reports"]):
+        context.send_soon(b"%d " % number + bytes(1 << 20))
