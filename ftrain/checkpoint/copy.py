@@ -160,8 +160,17 @@ def copy_runs(payload: np.ndarray[Any, np.dtype[np.uint8]], pairs: Sequence[Copy
 
 
 def run_copy(pairs: Sequence[CopyPair]) -> None:
-    """Copy everything, and return when it is done. Releases the GIL inside each copy."""
-    device = pairs[0][1].device if pairs else torch.device("cpu")
+    """Copy everything, in order, and return when it is done. Releases the GIL.
+
+    On the host in one call: who copies beside the thread that trains would else take the GIL from it for each copy, and wake it
+    to give it back. A GPU must be told of one after the other: they share a staging buffer.
+    """
+    if not pairs:
+        return
+    device = pairs[0][1].device
     with torch.no_grad(), copy_stream(device):
-        for destination, source in pairs:
-            destination.copy_(source, non_blocking=True)
+        if device.type == "cpu":
+            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+        else:
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)

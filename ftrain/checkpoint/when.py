@@ -35,11 +35,16 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def is_regular(config: Checkpoint, step: int) -> bool:
+    """Whether there is to be a snapshot after `step` without anybody asking for it. Only then does it matter who is busy."""
+    return any(is_due(step, every) for every in (config.snapshot_steps, config.every_steps, config.local_every_steps))
+
+
 def decide(config: Checkpoint, facts: StepFacts) -> SaveDecision:
     """The save decision after a step. The last save of a run is never skipped."""
     must = facts.stop or facts.save or facts.step >= facts.last_step
     upload = must or is_due(facts.step, config.every_steps)
-    snapshot = upload or is_due(facts.step, config.snapshot_steps) or is_due(facts.step, config.local_every_steps)
+    snapshot = upload or is_regular(config, facts.step)
     busy = snapshot and (facts.no_slot or (upload and facts.uploading))
     if not busy or must or config.if_busy == "wait":
         return SaveDecision(snapshot=snapshot, upload=upload, wait=busy)

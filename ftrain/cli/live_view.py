@@ -55,8 +55,9 @@ class LiveView:
         return self._live is not None
 
     def tick(self) -> None:
-        """Show what is new."""
-        for event in self._tail.new():
+        """Show what is new. The panel is drawn again only then: it takes longer than to find out that nothing has happened."""
+        new = self._tail.new()
+        for event in new:
             self._state = apply(self._state, event)
             self._speed.add(event)
             self._phasing.see(self._config, event)
@@ -65,7 +66,7 @@ class LiveView:
             line = self._step_line(event) or sentence(event)
             if line:
                 self._print(line)
-        if self._live is not None:
+        if self._live is not None and new:
             self._live.update(self._panel(), refresh=True)
 
     def close(self) -> None:

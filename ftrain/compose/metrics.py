@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_HELD = 256
 """Lines: of some batches of steps that are measured together (ftrain.train.times)."""
-TAIL = 1 << 20
-"""Bytes of the file's end in which its newest line is looked for."""
+TAILS = (1 << 15, 1 << 20)
+"""Bytes of the file's end in which its newest line is looked for: a few lines of few ranks, else those of thousands."""
 
 
 class MetricsFile:
@@ -126,13 +126,13 @@ def newest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(msgspec.DecodeError):  # torn, or begun before the part that was read
-            record = msgspec.json.decode(line, type=dict[str, Any])
-            if "mean" in record:
-                return record
+        for tail in TAILS:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            for line in reversed(file.read().splitlines()):
+                with contextlib.suppress(msgspec.DecodeError):  # torn, or begun before the part that was read
+                    record = msgspec.json.decode(line, type=dict[str, Any])
+                    if "mean" in record:
+                        return record
     return None
 
 

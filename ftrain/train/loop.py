@@ -192,7 +192,7 @@ class Loop:
     def _update(self, progress: Progress) -> StepResult:
         """One update; if it was skipped, the state is the one before it, so it is repeated: a difference is the machine's."""
         self.beat("step", progress.step + 1)
-        flags = self._flags()
+        flags = self._flags(progress.step + 1)
         self._pass_over(progress)
         limit, at = self.watch.norm_limit, {"step": progress.step + 1, "first_sequence": progress.first_sequence}
         result = self.engine.train_step(**at, flags=flags, norm_limit=limit)
@@ -223,24 +223,28 @@ class Loop:
             self.report(Doubt(step=trouble.step, reason=trouble.reason, onset=trouble.onset))
         raise NumericsError(trouble.reason)
 
-    def _flags(self) -> Flags:
+    def _flags(self, step: int) -> Flags:
+        """What this rank wishes for `step`; how busy it is, only if that matters: to find out costs more than to ask."""
+        regular = when.is_regular(self.config.checkpoint, step)
         return Flags(
             stop=int(self.asked.stop),
             save=int(self.asked.save > self.saves_handled),
-            no_slot=int(not self.saver.has_free_slot()),
-            uploading=int(self.saver.is_uploading()),
+            no_slot=int(regular and not self.saver.has_free_slot()),
+            uploading=int(regular and self.saver.is_uploading()),
         )
 
     def _evaluate(self, progress: Progress) -> float:
+        """Seconds that it took: exactly 0 where there is none, so that deadlines are learned from real ones."""
+        if not when.is_due(progress.step, self.config.evaluate.every_steps):
+            return 0.0
         begin = time.monotonic()
-        if when.is_due(progress.step, self.config.evaluate.every_steps):
-            self.beat("evaluate", progress.step)
-            progress.eval_loss = self.engine.evaluate()
-            progress.eval_step = progress.step
+        self.beat("evaluate", progress.step)
+        progress.eval_loss = self.engine.evaluate()
+        progress.eval_step = progress.step
         return time.monotonic() - begin
 
     def _save(self, progress: Progress, flags: Flags) -> float:
-        begin = time.monotonic()
+        """Seconds that it took; exactly 0, too, where nothing was saved."""
         decision = when.decide(
             self.config.checkpoint,
             when.StepFacts(
@@ -256,8 +260,10 @@ class Loop:
             self.report(
                 SaveSkipped(step=progress.step, reason=decision.skipped or decision.failed, failed=bool(decision.failed))
             )
-        if decision.snapshot:
-            self._save_now(progress, upload=decision.upload)
+        if not decision.snapshot:
+            return 0.0
+        begin = time.monotonic()
+        self._save_now(progress, upload=decision.upload)
         return time.monotonic() - begin
 
     def _save_now(self, progress: Progress, *, upload: bool) -> None:

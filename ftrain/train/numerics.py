@@ -81,8 +81,8 @@ class Watch:
         return self._see_loss(step, loss)
 
     def _see_loss(self, step: int, loss: float) -> Trouble | None:
-        z = deviation(loss, self.losses)
         bounds = self.bounds
+        z = deviation(loss, self.losses, least=bounds.spike_z)
         if not bounds.spike_z or z is None or z < bounds.spike_z:
             self.spiking = 0
             self.losses.append(loss)
@@ -101,10 +101,14 @@ class Watch:
         return Trouble(onset=onset, step=step, reason=f"{reason}; it began at step {onset}")
 
 
-def deviation(loss: float, window: deque[float]) -> float | None:
-    """How far a loss lies above the window, in robust deviations; None while the window is too short to say."""
+def deviation(loss: float, window: deque[float], *, least: float = -math.inf) -> float | None:
+    """How far a loss lies above the window, in robust deviations; None while the window is too short to say, and where less
+    than `least` can be told from the median alone: nearly always, and it is asked in every step.
+    """
     if len(window) < LEAST_WINDOW:
         return None
     middle = statistics.median(window)
+    if loss - middle < least * LEAST_SHARE * abs(middle):
+        return None
     spread = statistics.median(abs(value - middle) for value in window)
     return (loss - middle) / max(SIGMA * spread, LEAST_SHARE * abs(middle), 1e-12)
