@@ -110,7 +110,7 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
 
 
 def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequence[Line], how: How) -> Iterable[int | None]:
-    if how == "stuck" and deciding.where != "log":
+    if deciding.where != "log" and (how == "stuck" or _vanished_from(deciding, case)):
         yield _only(case, (None,))
     if deciding.where == "exit":
         yield _struck(case, deciding)
@@ -125,6 +125,11 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
     yield from (device(line) for line in related)
     yield root_cause(reader)
     yield _lowest_of_some(case)
+
+
+def _vanished_from(deciding: Line, case: Evidence) -> bool:
+    """Whether the scheduler reports a fault of a machine whose ranks nobody killed: then the silent one was on it."""
+    return deciding.where == "scheduler" and not any(status in _TEARDOWN for status in case.exit.values())
 
 
 def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:

@@ -25,6 +25,10 @@ OTHERS_KILL = 45  # of an OOM kill that may be somebody else's: less than an exc
 STALE_KERNEL_S = 10_800.0  # what the kernel said this long before the log's end is another story, even after a long hang
 WARNING = 15  # what a cause loses that is only called a warning
 KILLED = frozenset({-9, 137, None})
+HEALED = 45  # of a link that came back: less than an exception, more than a time-out, which a flap may well have caused
+_LINK_DOWN = re.compile(r"(?i)\blink (is )?down\b")
+_LINK_UP = re.compile(r"(?i)link (is )?(up|ready)\b")
+_KERNEL_STAMP = re.compile(r"^\[[^\]]*\]\s*")
 _WAS_KILLED = re.compile(r"(?i)\bkilled\b|SIGKILL|signal 9|exit(ed)? (with )?(code|status) -9|137")
 ENDS_A_JOB = frozenset({"preemption", "time_limit", "user_interrupt", "host_maintenance"})
 
@@ -51,6 +55,7 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
     noise = [Observation(it.signature, it.line, 0, it.line.noise) for it in found if it.line.noise]
     _drop_unsupported(real)
     _drop_others_kills(real, case, reader)
+    _drop_healed(real, reader)
     spoke = {it.line.rank for it in real if it.line.where == "log"}
     matches = [*real, *_exits(case, table, spoke)]
     matches.sort(key=Observation.order)
@@ -141,6 +146,17 @@ def _drop_others_kills(matches: Sequence[Observation], case: Evidence, reader: R
     for it in matches:
         if it.line.where == "kernel" and isinstance(it.signature, Signature) and it.signature.rank == "killed":
             it.weight, it.why_less = OTHERS_KILL, "no process of ours is known to have been killed"
+
+
+def _drop_healed(matches: Sequence[Observation], reader: Reader) -> None:
+    """A link that the kernel reports down and then up again in the same words did not stay down."""
+    said = [_KERNEL_STAMP.sub("", line.text) for line in reader.lines["kernel"]]
+    for it in matches:
+        if it.line.where != "kernel" or not (down := _LINK_DOWN.search(_KERNEL_STAMP.sub("", it.line.text))):
+            continue
+        device, at = down.string[: down.start()], down.start()
+        if any(text.startswith(device) and _LINK_UP.match(text, at) for text in said[it.line.index + 1 :]):
+            it.weight, it.why_less = min(it.weight, HEALED), "the link came back"
 
 
 def _began_it(case: Evidence, struck: Sequence[str]) -> bool:

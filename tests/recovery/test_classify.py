@@ -21,9 +21,9 @@ from recovery.events import Verdict
 from recovery.evidence import Evidence
 from recovery.literals import compiled, required_literals
 from recovery.templates import Table, TableError, default_table, load_table
+from tests.recovery.verdicts import STEPS, verdict
 
 CASES = Path(__file__).parent / "cases" / "interruptions.jsonl"
-MESSAGES = Path(__file__).parent / "cases" / "messages.tsv"
 
 
 @cache
@@ -121,10 +121,6 @@ def test_no_signature_quotes_a_case() -> None:
             assert word not in text
 
 
-def verdict(**evidence: Any) -> Verdict:
-    return classify(msgspec.convert(evidence, Evidence))
-
-
 def test_nothing_known_is_unknown() -> None:
     found = verdict()
     assert (found.class_, found.action) == ("unknown", "restart")
@@ -220,36 +216,6 @@ def test_the_rank_that_is_behind_is_the_suspect_of_a_hang() -> None:
     assert verdict(exit=dict.fromkeys("0123", -6), log=log).first_failing_rank == 2
 
 
-def messages() -> list[tuple[str, str, str]]:
-    """Expected classes, where, message."""
-    rows = [line.split("\t") for line in MESSAGES.read_text().splitlines() if line and not line.startswith("#")]
-    return [(classes, where, text) for classes, where, text in rows]
-
-
-@pytest.mark.parametrize(("classes", "where", "text"), messages())
-def test_other_wordings_of_real_software(classes: str, where: str, text: str) -> None:
-    found = verdict(exit={"0": 1}, **{where: [text]})
-    assert found.class_ in classes.split("|"), found
-
-
-def composed() -> list[Any]:
-    """Interruptions put together from the formats of real software, each with something that misleads."""
-    cases = [json.loads(line) for line in (CASES.parent / "composed.jsonl").read_text().splitlines()]
-    return [pytest.param(case, id=case["id"].replace(" ", "-")) for case in cases]
-
-
-@pytest.mark.parametrize("case", composed())
-def test_composed_interruptions(case: dict[str, Any]) -> None:
-    known = {name: case[name] for name in ("exit", "log", "kernel", "scheduler") if name in case}
-    found = verdict(**known)
-    assert found.class_ in case["class"], found
-    assert found.action in case["action"], found
-    assert case["rank"] in (None, found.first_failing_rank), found
-
-
-STEPS = ["step 10 loss 2.31 tokens/s 812", "step 11 loss 2.30 tokens/s 815"]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -273,9 +239,6 @@ def test_what_training_survived_did_not_end_it() -> None:
     oom = "[rank0]: RuntimeError: CUDA error: out of memory"
     assert verdict(exit={"0": 1}, log=[*STEPS, oom]).class_ == "cuda_oom"
     assert verdict(exit={"0": 1}, log=[oom, *STEPS]).class_ == "unknown"
-
-
-TELLTALE = [text for _, where, text in messages() if where == "log" and '"' not in text]
 
 
 @pytest.mark.parametrize(
@@ -304,24 +267,6 @@ def test_who_speaks(log: list[str]) -> None:
 def test_a_rank_that_is_accused_by_a_barrier_is_the_suspect() -> None:
     said = "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 3."
     assert verdict(exit=dict.fromkeys("0123", 1), log=[f"[rank1]: RuntimeError: {said}"]).first_failing_rank == 3
-
-
-@pytest.mark.parametrize(
-    "shown",
-    [
-        pytest.param("sample 12: '{}' -> target len 9", id="preview"),
-        pytest.param("Prompt: {}", id="prompt"),
-        pytest.param('{{"text": "{}", "meta": 3}}', id="json"),
-        pytest.param("    raise RuntimeError('{}')", id="code"),
-    ],
-)
-def test_no_message_counts_where_it_is_only_shown(shown: str) -> None:
-    fallen_for = []
-    for text in TELLTALE:
-        frame = ['  File "/srv/job/train.py", line 3, in step'] if shown.startswith(" ") else []
-        found = verdict(exit={"0": -9}, log=[*STEPS, *frame, shown.format(text)])
-        fallen_for += [text] if found.class_ != "unknown" else []
-    assert fallen_for == []
 
 
 def test_xid_63_alone_means_nothing() -> None:
