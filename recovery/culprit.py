@@ -23,6 +23,7 @@ _MEMBER = re.compile(
     r"(?:worker|rank|node|task|pod|member|replica|trainer|container)s?\b[-_ :/\w.]{0,24}?[-_ ](\d{1,5})\b", re.IGNORECASE
 )
 _KILLED = (-9, 137)
+_EVICTED = re.compile(r"\b[Ee]victed\b")
 _FAULT = (-11, 139, -7, 135, -4, 132, -8, 136)  # signals that only the process's own doing brings
 _TEARDOWN = frozenset({-15, 143, -9, 137})
 _ACCUSED = re.compile(
@@ -117,7 +118,7 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
     elif deciding.where != "kernel":
         yield speaker(deciding)
     yield _by_pid(deciding, reader)
-    if how == "killed":
+    if how == "killed" or (deciding.where == "scheduler" and _EVICTED.search(deciding.text)):
         yield _only(case, _KILLED)
     yield from (speaker(line) for line in related if line.where == "log")
     yield odd_one_out(case)
