@@ -28,6 +28,9 @@ KILLED = frozenset({-9, 137, None})
 HEALED = 45  # of a link that came back: less than an exception, more than a time-out, which a flap may well have caused
 _LINK_DOWN = re.compile(r"(?i)\blink (is )?down\b")
 _LINK_UP = re.compile(r"(?i)link (is )?(up|ready)\b")
+AFTER = 20  # of a node drained for a kill that took too long: less than what the kill itself, and its reason, say
+_KILL_FAILED = re.compile(r"(?i)\bkill task failed\b")
+_DRAINED = re.compile(r"(?i)\bdrain(ed|ing)?\b|kill task failed")
 _KERNEL_STAMP = re.compile(r"^\[[^\]]*\]\s*")
 _WAS_KILLED = re.compile(r"(?i)\bkilled\b|SIGKILL|signal 9|exit(ed)? (with )?(code|status) -9|137")
 ENDS_A_JOB = frozenset({"preemption", "time_limit", "user_interrupt", "host_maintenance"})
@@ -56,6 +59,7 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
     _drop_unsupported(real)
     _drop_others_kills(real, case, reader)
     _drop_healed(real, reader)
+    _drop_drained_after(real, reader)
     spoke = {it.line.rank for it in real if it.line.where == "log"}
     matches = [*real, *_exits(case, table, spoke)]
     matches.sort(key=Observation.order)
@@ -157,6 +161,14 @@ def _drop_healed(matches: Sequence[Observation], reader: Reader) -> None:
         device, at = down.string[: down.start()], down.start()
         if any(text.startswith(device) and _LINK_UP.match(text, at) for text in said[it.line.index + 1 :]):
             it.weight, it.why_less = min(it.weight, HEALED), "the link came back"
+
+
+def _drop_drained_after(matches: Sequence[Observation], reader: Reader) -> None:
+    """A node that Slurm drains because the job's processes did not die in time: that came after the end."""
+    if any(_KILL_FAILED.search(line.text) for where in ("scheduler", "log") for line in reader.lines[where]):
+        for it in matches:
+            if _DRAINED.search(it.line.text):
+                it.weight, it.why_less = min(it.weight, AFTER), "the node was drained after the end"
 
 
 def _began_it(case: Evidence, struck: Sequence[str]) -> bool:

@@ -27,6 +27,12 @@ def test_other_wordings_of_real_software() -> None:
     assert [(classes, is_.class_, text) for classes, is_, text in found if is_.class_ not in classes.split("|")] == []
 
 
+def test_what_healthy_runs_print_is_no_cause() -> None:
+    lines = (CASES / "healthy.txt").read_text().splitlines()
+    found = [(verdict(exit={"0": 1}, log=[line]).class_, line) for line in lines]
+    assert [(class_, line) for class_, line in found if class_ != "unknown"] == []
+
+
 def composed() -> list[Any]:
     """Interruptions put together from the formats of real software, each with something that misleads."""
     cases = [json.loads(line) for line in (CASES / "composed.jsonl").read_text().splitlines()]
