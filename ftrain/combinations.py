@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from math import gcd
 
 from ftrain.config import Config, KeepBest
+from ftrain.nearest import around, divisors, multiple_or_divisor, nearest, nearest_divisor, nearest_of
 from ftrain.parallel.partition import partition_layers
 from ftrain.schema import Problem
 
@@ -70,7 +71,7 @@ def _heads(config: Config) -> Iterator[Problem]:
         yield Problem("model.kv_heads", given, "a divisor of model.heads", nearest_divisor(num_kv, model.heads))
     if num_kv % tp and tp % num_kv:
         given = f"given {tp}, with model.kv_heads = {num_kv}"
-        yield Problem("parallel.tp", given, "a multiple or a divisor of model.kv_heads", _multiple_or_divisor(tp, num_kv))
+        yield Problem("parallel.tp", given, "a multiple or a divisor of model.kv_heads", multiple_or_divisor(tp, num_kv))
 
 
 def _width(config: Config) -> Iterator[Problem]:
@@ -200,8 +201,8 @@ def _fsdp_groups(config: Config) -> Iterator[Problem]:
         if parallel.fsdp_inner != 1:
             yield Problem("parallel.fsdp_inner", given, "1 (it has no effect elsewhere), or hsdp or hfsdp", "nearest: 1")
     elif shards % parallel.fsdp_inner or not 1 < parallel.fsdp_inner < shards:
-        legal = [n for n in range(2, shards) if shards % n == 0]
-        hint = _hint(_around(parallel.fsdp_inner, legal)) if legal else 'nearest: parallel.sharding = "fsdp"'
+        legal = divisors(shards)[1:-1]
+        hint = nearest_of(around(parallel.fsdp_inner, legal)) if legal else 'nearest: parallel.sharding = "fsdp"'
         yield Problem("parallel.fsdp_inner", given, "a divisor of the replicas, neither 1 nor all", hint)
 
 
@@ -226,8 +227,8 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
         return
     dp, cp = max(1, replicas(config)), config.parallel.cp
     common = gcd(experts, dp * cp)
-    legal = [n for n in range(1, common + 1) if common % n == 0]
-    hint = _hint(_around(ep, legal))
+    legal = divisors(common)
+    hint = nearest_of(around(ep, legal))
     if experts % ep:
         yield Problem("parallel.ep", f"given {ep}, with model.experts = {experts}", "a divisor of model.experts", hint)
     if dp * cp % ep:
@@ -271,6 +272,11 @@ def _profile_steps(config: Config) -> Iterator[Problem]:
     if steps and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         given, allowed = f"given {list(steps)}", "[first, last] with 1 <= first <= last, or [] for none"
         yield Problem("machine.profile_steps", given, allowed, f"nearest: [{max(1, steps[0])}, {max(1, *steps)}]")
+    elif steps and steps[1] > config.run.steps:
+        given = f"given {list(steps)}, with run.steps = {config.run.steps}"
+        last = config.run.steps
+        hint = f"nearest: [{min(steps[0], last)}, {last}], or more run.steps"
+        yield Problem("machine.profile_steps", given, "steps of the run: none is traced behind its last", hint)
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
@@ -366,29 +372,3 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _faults,
     _profile_steps,
 )
-
-
-def nearest(value: int, *, multiple_of: int) -> str:
-    """A hint with the legal values below and above: multiples, at least one of them."""
-    below = value // multiple_of * multiple_of
-    return _hint(sorted({below, below + multiple_of} - {0}))
-
-
-def nearest_divisor(value: int, whole: int) -> str:
-    """A hint with the divisors of `whole` below and above."""
-    return _hint(_around(value, [n for n in range(1, whole + 1) if whole % n == 0]))
-
-
-def _multiple_or_divisor(value: int, whole: int) -> str:
-    legal = {n for n in range(1, whole + 1) if whole % n == 0}
-    legal |= {max(1, value // whole) * whole, (value // whole + 1) * whole}
-    return _hint(_around(value, sorted(legal)))
-
-
-def _around(value: int, legal: list[int]) -> list[int]:
-    below = [n for n in legal if n <= value][-1:]
-    return below + [n for n in legal if n > value][:1]
-
-
-def _hint(values: list[int]) -> str:
-    return "nearest: " + " or ".join(str(value) for value in values)

@@ -37,6 +37,9 @@ FaultKind = Literal[
     "kill", "segv", "abort", "stop", "exit", "raise", "import", "oom", "loop", "lock", "part", "slow", "nan", "flip"
 ]
 
+MOST_LAYERS, MOST_PARTS, MOST_RANKS, MOST_SEQUENCES = 2**13, 2**16, 2**20, 2**24
+"""Of what is planned one by one (parts of a model, ranks, sequences of an update): a slip beyond takes hours to answer."""
+
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: immutable, keyword-only, strict."""
@@ -61,14 +64,22 @@ class Run(Section, frozen=True, kw_only=True):
 class Model(Section, frozen=True, kw_only=True):
     """A Llama-style decoder. Sizes are numbers of elements."""
 
-    layers: Annotated[int, Meta(ge=1, description="number of decoder layers", extra=REFUSED)]
+    layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS, description="number of decoder layers", extra=REFUSED)]
     hidden: Annotated[int, Meta(ge=1, description="width of the residual stream", extra=REFUSED)]
-    heads: Annotated[int, Meta(ge=1, description="number of query heads", extra=REFUSED)]
-    kv_heads: Annotated[int, Meta(ge=0, description="number of key/value heads; 0: as many as heads", extra=REFUSED)] = 0
+    heads: Annotated[int, Meta(ge=1, le=MOST_PARTS, description="number of query heads", extra=REFUSED)]
+    kv_heads: Annotated[
+        int, Meta(ge=0, le=MOST_PARTS, description="number of key/value heads; 0: as many as heads", extra=REFUSED)
+    ] = 0
     head_dim: Annotated[int, Meta(ge=0, description="size of a head; 0: hidden / heads", extra=REFUSED)] = 0
     ffn: Annotated[int, Meta(ge=1, description="inner width of the SwiGLU block, or of each expert", extra=REFUSED)]
     experts: Annotated[
-        int, Meta(ge=0, description="experts of each layer, among which a router chooses; 0: a dense model", extra=REFUSED)
+        int,
+        Meta(
+            ge=0,
+            le=MOST_PARTS,
+            description="experts of each layer, among which a router chooses; 0: a dense model",
+            extra=REFUSED,
+        ),
     ] = 0
     experts_per_token: Annotated[int, Meta(ge=1, description="with experts: how many compute a token", extra=ACCEPT)] = 2
     balance_coef: Annotated[
@@ -145,14 +156,18 @@ class Ramp(Section, frozen=True, kw_only=True):
     """A smaller batch for the beginning of a run."""
 
     tokens: Annotated[int, Meta(ge=1, description="updates that begin before this many tokens of the run")]
-    global_batch: Annotated[int, Meta(ge=1, description="take this many sequences")]
+    global_batch: Annotated[int, Meta(ge=1, le=MOST_SEQUENCES, description="take this many sequences")]
 
 
 class Batch(Section, frozen=True, kw_only=True):
     """How many sequences make one update. Replicas may take unequal numbers of micro-batches."""
 
-    global_batch: Annotated[int, Meta(ge=1, description="sequences in one update, over all replicas", extra=ACCEPT)]
-    micro_batch: Annotated[int, Meta(ge=1, description="sequences in one forward pass of a replica", extra=RECORDED)] = 1
+    global_batch: Annotated[
+        int, Meta(ge=1, le=MOST_SEQUENCES, description="sequences in one update, over all replicas", extra=ACCEPT)
+    ]
+    micro_batch: Annotated[
+        int, Meta(ge=1, le=MOST_SEQUENCES, description="sequences in one forward pass of a replica", extra=RECORDED)
+    ] = 1
     ramp: Annotated[
         tuple[Ramp, ...],
         Meta(description="other batches before global_batch, each up to a number of tokens; empty: none", extra=ACCEPT),
@@ -162,7 +177,7 @@ class Batch(Section, frozen=True, kw_only=True):
 class Parallel(Section, frozen=True, kw_only=True):
     """How the model is cut. DP is what remains of the ranks: it is derived, never typed."""
 
-    ranks: Annotated[int, Meta(ge=1, description="number of ranks over all nodes", extra=RECORDED)] = 1
+    ranks: Annotated[int, Meta(ge=1, le=MOST_RANKS, description="number of ranks over all nodes", extra=RECORDED)] = 1
     tp: Annotated[int, Meta(ge=1, description="tensor parallel size", extra=RECORDED)] = 1
     cp: Annotated[int, Meta(ge=1, description="context parallel size", extra=RECORDED)] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline parallel size", extra=RECORDED)] = 1
@@ -220,7 +235,8 @@ class Parallel(Section, frozen=True, kw_only=True):
         Meta(description="order of the pipeline's work; zb_v puts two stages on each rank, there and back", extra=RECORDED),
     ] = "1f1b"
     virtual_stages: Annotated[
-        int, Meta(ge=1, description="stages of a pipeline rank; more than one with interleaved", extra=RECORDED)
+        int,
+        Meta(ge=1, le=MOST_PARTS, description="stages of a pipeline rank; more than one with interleaved", extra=RECORDED),
     ] = 1
     layer_counts: Annotated[
         tuple[int, ...],
@@ -640,7 +656,13 @@ class Slurm(Section, frozen=True, kw_only=True):
     account: Annotated[str, Meta(description="account", extra=FREE)] = ""
     qos: Annotated[str, Meta(description="quality of service", extra=FREE)] = ""
     time: Annotated[
-        str, Meta(pattern=r"^(|\d+|(\d+-)?\d+(:\d+){0,2})$", description="time limit as Slurm writes it", extra=FREE)
+        str,
+        Meta(
+            pattern=r"^(|[0-9]+|([0-9]+-)?[0-9]+(:[0-9]+){0,2})$",
+            examples=["60", "2-00:00:00"],
+            description="time limit as Slurm writes it",
+            extra=FREE,
+        ),
     ] = ""
     signal_s: Annotated[
         int, Meta(ge=0, le=65_535, description="SIGUSR1 so many seconds before the end; 0: none", extra=FREE)

@@ -45,6 +45,9 @@ __all__ = [
 
 Kind = Literal["free", "recorded", "accept", "refused"]
 
+NOT_TOML = (ValueError, RecursionError)
+"""What tomllib raises: its own error and that of an endless number are ValueErrors; lists may nest too deep."""
+
 STATE_BYTES = 14
 """Stored bytes of a parameter under AdamW: bf16 weight, fp32 master and two moments."""
 
@@ -73,7 +76,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, origin: str = "config") -
     """The config in a TOML text with `a.b=v` overrides."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except NOT_TOML as error:
         raise ConfigProblems([Problem(origin, f"not TOML: {error}", "TOML (https://toml.io)")], origin) from error
     problems = [problem for override in overrides for problem in apply_override(data, override)]
     return resolve(data, origin=origin, problems=problems)
@@ -270,7 +273,7 @@ def _value(text: str, keys: Sequence[str]) -> Any:
     """
     try:
         value = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
+    except NOT_TOML:
         return text
     plain = len(value) == 1 and isinstance(value["v"], bool | int | float | str | list | dict)
     bare_word = not plain or (isinstance(value["v"], bool | int | float) and _wants_text(keys))

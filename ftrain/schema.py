@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -78,6 +79,7 @@ def description(type_: mi.Type) -> str:
 
 def allowed(type_: mi.Type) -> str:
     """What a value of this type may be, in words."""
+    examples = (type_.extra_json_schema or {}).get("examples", ()) if isinstance(type_, mi.Metadata) else ()
     type_ = bare(type_)
     if isinstance(type_, mi.LiteralType):
         return "one of " + ", ".join(f'"{value}"' for value in type_.values)
@@ -88,7 +90,8 @@ def allowed(type_: mi.Type) -> str:
     if isinstance(type_, mi.FloatType):
         return "number" + _range(type_)
     if isinstance(type_, mi.StrType):
-        return "non-empty text" if type_.min_length else "text"
+        such = " such as " + " or ".join(toml_text(example) for example in examples) if examples else ""
+        return ("non-empty text" if type_.min_length else "text") + such
     if isinstance(type_, mi.VarTupleType):
         return ("non-empty list of " if type_.min_length else "list of ") + _plural(bare(type_.item_type))
     return "table"
@@ -121,8 +124,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean `{close[0]}`?" if close else ""
 
 
-def _walk(data: object, type_: mi.Type, path: str) -> Iterator[Problem]:
-    type_ = bare(type_)
+def _walk(data: object, full: mi.Type, path: str) -> Iterator[Problem]:
+    type_ = bare(full)
     if isinstance(type_, mi.StructType):
         yield from _table(data, type_, path)
     elif isinstance(type_, mi.UnionType):
@@ -133,7 +136,7 @@ def _walk(data: object, type_: mi.Type, path: str) -> Iterator[Problem]:
         if not isinstance(data, Mapping):
             yield Problem(path, _given(data), allowed(type_))
     elif not _fits(data, type_):
-        yield Problem(path, _given(data), allowed(type_), _word_hint(data, type_))
+        yield Problem(path, _given(data), allowed(full), _word_hint(data, type_))
 
 
 def _table(data: object, type_: mi.StructType, path: str) -> Iterator[Problem]:
@@ -193,12 +196,28 @@ def _fits(data: object, type_: mi.Type) -> bool:
     if isinstance(type_, mi.BoolType):
         return isinstance(data, bool)
     if isinstance(type_, mi.StrType):
-        return isinstance(data, str) and len(data) >= (type_.min_length or 0)
+        return isinstance(data, str) and _reads(data, type_)
     if isinstance(data, bool) or not isinstance(data, int | float) or _too_large(data):
         return False
     if isinstance(type_, mi.IntType):
         return isinstance(data, int) and _inside(data, type_)
     return isinstance(type_, mi.FloatType) and math.isfinite(data) and _inside(data, type_)
+
+
+def _reads(text: str, type_: mi.StrType) -> bool:
+    """Whether a text has the form that is asked for; one of blanks alone is as empty as it looks."""
+    full = not type_.min_length or len(text.strip()) >= type_.min_length
+    return full and (type_.pattern is None or re.search(type_.pattern, text) is not None) and not _unspeakable(text)
+
+
+def _unspeakable(text: str) -> str:
+    """What no file name or no record can hold of a text; empty: nothing."""
+    if "\0" in text:
+        return "a NUL character ends every file name"
+    return "" if text.isascii() or not _SURROGATES.search(text) else "bytes that are not UTF-8 cannot be recorded"
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")  # what the system makes of such bytes
 
 
 def _too_large(data: object) -> bool:
@@ -238,6 +257,8 @@ def _given(data: object) -> str:
         (Mapping, "table"),
     )
     kind = next((name for type_, name in kinds if isinstance(data, type_)), type(data).__name__)
+    if isinstance(data, int) and _too_large(data):
+        return f"given a number of {data.bit_length()} bits (whole number)"  # of thousands of digits Python writes none
     text = toml_text(data)
     return f"given {text if len(text) <= 60 else text[:57] + '...'} ({kind})"
 
@@ -245,6 +266,8 @@ def _given(data: object) -> str:
 def _word_hint(data: object, type_: mi.Type) -> str:
     if isinstance(type_, mi.LiteralType) and isinstance(data, str):
         return did_you_mean(data, [str(value) for value in type_.values])
+    if isinstance(data, str) and isinstance(type_, mi.StrType):
+        return _unspeakable(data)
     return "more than 64 bits hold" if _too_large(data) else ""
 
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import ckpt_exchange, ckpt_heal, render
-from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
-from ftrain.cli.types import Finite
+from ftrain.cli.types import PLACE, Finite
 from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
@@ -51,7 +50,7 @@ def opened(url: str) -> Iterator[RunStore]:
 
 
 @ckpt.command()
-@click.argument("url")
+@click.argument("url", type=PLACE)
 @json_option
 def ls(url: str, as_json: bool) -> None:
     """List the checkpoints of a run, and why one does not count.
@@ -65,8 +64,13 @@ def ls(url: str, as_json: bool) -> None:
     """
     import msgspec
 
+    from storage.errors import NoCheckpoint
+    from storage.keys import EPOCHS
+
     with opened(url) as run:
         found = run.checkpoints()
+        if not found and not any(True for _ in run.store.list(EPOCHS)):
+            raise NoCheckpoint(f"{url}: no checkpoint is there, nor a run")
     if as_json:
         render.json(msgspec.to_builtins(found))
         return
@@ -74,7 +78,7 @@ def ls(url: str, as_json: bool) -> None:
         ("step", "state", "epoch", "attempt", "size", "written", "eval loss", "reason"), [_row(info) for info in found]
     )
     if not found:
-        render.note(f"{url}: no checkpoint is there.{meant(url)}")
+        render.note(f"{url}: no checkpoint is there yet")
 
 
 def _row(info: CheckpointInfo) -> tuple[object, ...]:
@@ -95,7 +99,7 @@ def _row(info: CheckpointInfo) -> tuple[object, ...]:
 
 
 @ckpt.command()
-@click.argument("url")
+@click.argument("url", type=PLACE)
 @json_option
 def show(url: str, as_json: bool) -> None:
     """Show one checkpoint: who wrote it and when, how far the run was, sizes, arrays.
@@ -185,7 +189,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 @ckpt.command()
-@click.argument("url")
+@click.argument("url", type=PLACE)
 @click.option("--sample", type=Finite(0, 1, min_open=True), default=1.0, help="Share of the chunks to read.")
 @json_option
 def verify(url: str, sample: float, as_json: bool) -> None:
@@ -228,8 +232,8 @@ def verify(url: str, sample: float, as_json: bool) -> None:
 
 
 @ckpt.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PLACE)
+@click.argument("b", type=PLACE)
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
     """Compare two checkpoints: which arrays differ, and by how much. Exit code 1 if any does.

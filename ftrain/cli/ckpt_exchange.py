@@ -14,7 +14,7 @@ from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
-from ftrain.cli.types import POSITIVE
+from ftrain.cli.types import PLACE, POSITIVE
 from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
@@ -26,9 +26,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 
 
 @click.command("export")
-@click.argument("url", metavar="URL[@STEP]")
+@click.argument("url", metavar="URL[@STEP]", type=PLACE)
 @click.option("--to", "form", type=click.Choice(["safetensors", "dcp", "zarr"]), required=True, help="Format to write.")
-@click.argument("destination", metavar="DEST")
+@click.argument("destination", metavar="DEST", type=PLACE)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", help="float32: the master weights.")
 @click.option("--state", is_flag=True, help="Masters and moments too, as master/NAME, exp_avg/NAME, exp_avg_sq/NAME.")
 @click.option("--compress", is_flag=True, help="Zarr only: without loss, a sixth smaller. Pays on links under 0.2 GB/s.")
@@ -63,9 +63,11 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
 
 @click.command("import")
 @click.option("--from", "form", type=click.Choice(["safetensors", "dcp"]), required=True, help="Format to read.")
-@click.argument("source", metavar="SRC")
-@click.argument("url", metavar="URL")
-@click.option("--config", help="Where SRC has no config.json: a run's TOML or a Hugging Face config.json.")
+@click.argument("source", metavar="SRC", type=PLACE)
+@click.argument("url", metavar="URL", type=PLACE)
+@click.option(
+    "--config", type=PLACE, metavar="FILE", help="Where SRC has no config.json: a run's TOML or a Hugging Face config.json."
+)
 @json_option
 def import_command(form: Any, source: str, url: str, config: str | None, as_json: bool) -> None:
     """Make a run at URL of somebody else's model. `ftrain run CONFIG --from URL` begins with it.
@@ -89,8 +91,8 @@ def import_command(form: Any, source: str, url: str, config: str | None, as_json
 
 
 @click.command("cp")
-@click.argument("source", metavar="SRC[@STEP]")
-@click.argument("destination", metavar="DEST")
+@click.argument("source", metavar="SRC[@STEP]", type=PLACE)
+@click.argument("destination", metavar="DEST", type=PLACE)
 @click.option("--take-over", is_flag=True, help="DEST belongs to a training run that has ended for good.")
 @json_option
 def copy_command(source: str, destination: str, take_over: bool, as_json: bool) -> None:
@@ -130,9 +132,9 @@ def _shown() -> Any:
 
 
 @click.command("view")
-@click.argument("url", metavar="URL[@STEP]")
+@click.argument("url", metavar="URL[@STEP]", type=PLACE)
 @click.argument("arrays", nargs=-1, metavar="[ARRAY]...")
-@click.option("--to", "folder", metavar="FOLDER", help="Where to write it. Default: beside the packs.")
+@click.option("--to", "folder", type=PLACE, metavar="FOLDER", help="Where to write it. Default: beside the packs.")
 @json_option
 def view_command(url: str, arrays: tuple[str, ...], folder: str | None, as_json: bool) -> None:
     """Write the Zarr view of a checkpoint, or of some of its arrays, for programs that know nothing of this one.
@@ -165,7 +167,7 @@ def view_command(url: str, arrays: tuple[str, ...], folder: str | None, as_json:
 
 
 @click.command("gc")
-@click.argument("url")
+@click.argument("url", type=PLACE)
 @click.option("--yes", is_flag=True, help="Do it. Without this only the plan is shown.")
 @click.option("--keep-last", type=click.IntRange(1), help="Keep the newest N.")
 @click.option("--keep-every", type=click.IntRange(1), help="Keep steps that are multiples of N.")

@@ -14,6 +14,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
+from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("url", metavar="URL@STEP")
+@click.argument("url", metavar="URL@STEP", type=PLACE)
 @click.option(
-    "--from", "sources", multiple=True, metavar="URL", help="A copy; may be given again. Default: the run's own tiers."
+    "--from",
+    "sources",
+    multiple=True,
+    type=PLACE,
+    metavar="URL",
+    help="A copy; may be given again. Default: the run's own tiers.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def heal(url: str, sources: tuple[str, ...], as_json: bool) -> None:

@@ -12,6 +12,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.hints import no_run
 from ftrain.cli.problems import told
+from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_a", metavar="RUN_A")
-@click.argument("run_b", metavar="RUN_B")
+@click.argument("run_a", metavar="RUN_A", type=PLACE)
+@click.argument("run_b", metavar="RUN_B", type=PLACE)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(run_a: str, run_b: str, as_json: bool) -> None:
     """Compare RUN_A with RUN_B: results, step, waiting, memory, traffic, config, and what to do next.

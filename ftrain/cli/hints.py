@@ -6,6 +6,7 @@ Looked up only after something was not found, and only among folders of this mac
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def no_run(run_url: str) -> str:
 
 def meant(run_url: str) -> str:
     """A sentence that follows "not there", with a space before it; empty if nothing comes near."""
-    path = Path(run_url.removeprefix("file://")).expanduser()
+    path = Path(os.path.expanduser(run_url.removeprefix("file://")))
     if not run_url or not is_local(run_url) or holds_run(path):
         return ""
     if path.is_file():

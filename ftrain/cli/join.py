@@ -8,13 +8,16 @@ from pathlib import Path
 import click
 
 from ftrain.cli import render
+from ftrain.cli.types import POSITIVE, NamedPath
 from recovery.codes import ExitCode
 
 
 @click.command()
-@click.argument("folder", metavar="FOLDER", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", metavar="FOLDER", type=NamedPath(file_okay=False, path_type=Path))
 @click.option("--node", default="", help="Name of this node; default: Slurm's name for it, else the host's.")
-@click.option("--wait", "wait_s", default=600.0, metavar="SECONDS", help="How long to wait for the run to be started.")
+@click.option(
+    "--wait", "wait_s", type=POSITIVE, default=600.0, metavar="SECONDS", help="How long to wait for the run to be started."
+)
 def join(folder: Path, node: str, wait_s: float) -> None:
     """Offer this machine to the run whose FOLDER (machine.shared_dir, else its local folder) all nodes see.
 

@@ -9,6 +9,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
+from ftrain.cli.types import PLACE
 from ftrain.units import plural
 from recovery.codes import ExitCode
 
@@ -71,7 +72,7 @@ def _script_not_running(state: RunState, run_url: str) -> str:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @local_option
 @json_option
 def status(run_url: str, local_dir: str, as_json: bool) -> None:
@@ -91,7 +92,7 @@ def status(run_url: str, local_dir: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @local_option
 @json_option
 def save(run_url: str, local_dir: str, as_json: bool) -> None:
@@ -106,7 +107,7 @@ def save(run_url: str, local_dir: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @local_option
 @json_option
 def stop(run_url: str, local_dir: str, as_json: bool) -> None:
@@ -124,7 +125,7 @@ place_argument = click.argument("place")
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @place_argument
 @local_option
 @json_option
@@ -142,7 +143,7 @@ def drain(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @place_argument
 @local_option
 @json_option
@@ -162,7 +163,7 @@ def _left(facts: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @click.option("--ranks", type=click.IntRange(min=1), help="Ranks to go on with.")
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Another value of [parallel], or batch.micro_batch.")
 @local_option

@@ -16,6 +16,7 @@ import click
 
 from ftrain.cli import render
 from ftrain.cli.live import local_option
+from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 from recovery.events import Event, RunEnded
 
@@ -26,7 +27,7 @@ LOOK_EVERY_S = 2.0
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @click.option("--tensorboard", default="", metavar="FOLDER", help="Write event files there.")
 @click.option("--wandb", default="", metavar="PROJECT", help="Log to that project; WANDB_MODE=offline works.")
 @click.option("--follow", is_flag=True, help="Go on until the run ends.")

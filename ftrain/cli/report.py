@@ -13,6 +13,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.hints import no_run
 from ftrain.cli.problems import told
+from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @click.option("--attempt", type=int, help="Explain one attempt: what was seen, what it was taken for, what was decided.")
 @click.option("--html", default="", metavar="FILE", help="Write it as a self-contained page instead: curves, timeline, tables.")
 @click.option("--local-dir", default="", help="The run's run.local_dir, if it has one.")

@@ -14,6 +14,7 @@ import click
 
 from ftrain.cli import render
 from ftrain.cli.problems import told
+from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
 
@@ -21,7 +22,9 @@ from recovery.codes import ExitCode
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
 @click.option("--dry-run", is_flag=True, help="Print the resolved config, its fingerprint and the layout; start nothing.")
-@click.option("--from", "origin", metavar="URL@STEP", help="Begin a new run with the state of another run's checkpoint.")
+@click.option(
+    "--from", "origin", type=PLACE, metavar="URL@STEP", help="Begin a new run with the state of another run's checkpoint."
+)
 @click.option("--accept-change", is_flag=True, help="Go on although the config now trains something else.")
 @click.option("--take-over", is_flag=True, help="Take the run from an owner on another host that is gone for good.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print as JSON.")

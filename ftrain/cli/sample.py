@@ -12,11 +12,11 @@ import click
 from ftrain.cli import render
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
-from ftrain.cli.types import POSITIVE
+from ftrain.cli.types import PLACE, POSITIVE
 
 
 @click.command()
-@click.argument("url", metavar="URL[@STEP]")
+@click.argument("url", metavar="URL[@STEP]", type=PLACE)
 @click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1, 4096), default=100, show_default=True, help="How many tokens to add.")
 @click.option("--temperature", type=POSITIVE, default=0.7, show_default=True, help="0: always the likeliest token.")

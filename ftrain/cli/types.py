@@ -19,6 +19,27 @@ class Finite(click.FloatRange):
         return number
 
 
+class Place(click.types.StringParamType):
+    """A folder, file or URL; an empty one is what is left of a shell variable that is not set, and never "here"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text itself, or click's own usage error."""
+        text = str(super().convert(value, param, ctx))
+        if not text.strip():
+            self.fail(f"it is empty: give a folder, file or URL ({text!r} was given)", param, ctx)
+        return text
+
+
+class NamedPath(click.Path):
+    """A path on this machine; an empty one is refused as `Place` does it, where click would take it for the present folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or click's own usage error."""
+        return super().convert(PLACE.convert(value, param, ctx), param, ctx)
+
+
+PLACE = Place()
+
 POSITIVE = Finite(0)
 """Zero or more; zero often means that nothing was given."""
 

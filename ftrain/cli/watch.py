@@ -19,6 +19,7 @@ from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
 from ftrain.cli.live_view import sentence
 from ftrain.cli.problems import told
+from ftrain.cli.types import PLACE
 from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
@@ -40,7 +41,7 @@ LOOK_EVERY_S, BOOKS_EVERY_S, STORE_EVERY_S = 0.5, 2.0, 10.0
 
 
 @click.command()
-@click.argument("run_url", metavar="RUN")
+@click.argument("run_url", metavar="RUN", type=PLACE)
 @click.option("--once", is_flag=True, help="Show where it is now, and leave.")
 @local_option
 def watch(run_url: str, once: bool, local_dir: str) -> None:

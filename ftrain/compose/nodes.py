@@ -13,6 +13,7 @@ import msgspec
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.compose.args import KeeperArgs
+from ftrain.compose.paths import folder_of
 from ftrain.config import Config
 from ftrain.phases import effective, num_phases
 from recovery.files import replace_file
@@ -40,7 +41,7 @@ class NodeArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 def shared_dir(config: Config, folder: Path) -> Path:
     """The folder that all nodes see."""
-    return Path(config.machine.shared_dir).expanduser().absolute() if config.machine.shared_dir else folder
+    return folder_of(config.machine.shared_dir) if config.machine.shared_dir else folder
 
 
 def node_dir(local_dir: Path, node: str) -> Path:

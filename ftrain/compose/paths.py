@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from ftrain.config import Config
@@ -21,12 +22,17 @@ def is_local(url: str) -> bool:
     return "://" not in url or url.startswith("file://")
 
 
+def folder_of(url: str) -> Path:
+    """The absolute path of a local place. `~` is the home folder; of nobody's (`~nobody/x`) it stays a name, as in a shell."""
+    return Path(os.path.expanduser(url.removeprefix("file://"))).absolute()
+
+
 def local_dir_of(url: str, override: str = "") -> Path:
     """The local folder of the run at `url`; `override` is run.local_dir."""
     if override:
-        return Path(override).expanduser().absolute()
+        return folder_of(override)
     if is_local(url):
-        return Path(url.removeprefix("file://")).expanduser().absolute() / "local"
+        return folder_of(url) / "local"
     return Path(cache_root()) / "runs" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
@@ -38,6 +44,6 @@ def local_dir(config: Config) -> Path:
 def absolute_url(url: str) -> str:
     """A run's URL as every process must see it: local paths made absolute."""
     if is_local(url):
-        return str(Path(url.removeprefix("file://")).expanduser().absolute())
+        return str(folder_of(url))
     scheme, _, place = url.partition("://")  # one without a place stays a URL, so that whoever opens it says what it lacks
     return f"{scheme}://{place.rstrip('/')}"

@@ -66,8 +66,8 @@ def check(launch: CommandLaunch) -> None:
     """RefusedError for what cannot work, without a look at the run's folder."""
     if not launch.argv:
         raise RefusedError(["there is no command: ftrain supervise [options] -- python train.py ..."])
-    if shutil.which(launch.argv[0], path=os.environ.get("PATH")) is None and not (Path(launch.cwd) / launch.argv[0]).exists():
-        raise RefusedError([f"{launch.argv[0]!r} is no program: neither a file nor on the PATH"])
+    if why := no_program(launch.argv[0]):
+        raise RefusedError([f"{launch.argv[0]!r} is no program: {why}"])
     try:
         compiled(launch.patterns)
     except PatternError as error:
@@ -79,6 +79,19 @@ def check(launch: CommandLaunch) -> None:
     if launch.webhook and not launch.webhook.startswith(("http://", "https://")):
         raise RefusedError([f"--webhook {launch.webhook}: wanted a URL that begins with http:// or https://"])
     check_nodes(launch)
+
+
+def no_program(name: str) -> str:
+    """Why the system could not start what is called so, and what to write instead; empty if it could."""
+    if shutil.which(name) is not None:
+        return ""
+    if not name.strip() or not os.path.exists(name):
+        return "neither a file nor on the PATH"
+    if os.path.isdir(name):
+        return "it is a folder"
+    if os.access(name, os.X_OK):
+        return f"it is not on the PATH; the file of this folder is ./{name}"
+    return f"the file may not be executed; a script follows its interpreter: python {name}"
 
 
 def check_nodes(launch: CommandLaunch) -> None:

@@ -27,6 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config, a run that has a ledger and no checkpoint, and one whose ledger is damaged."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "my.toml").write_text(text(Facts(cores=1), url=str(folder / "runs/mine")))
+    (folder / "here.sh").touch(mode=0o755)
     Story(config()).start().steps(5).end().write(folder / "runs/mine")
     Story(config()).start().write(folder / "runs/spoilt").write_bytes(b"\xff no event\n")
     return folder
@@ -58,6 +59,9 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("supervise --master-port 99999999 -- true", 2, "65535"),
         ("supervise --webhook nonsense -- true", 3, "http"),
         ("supervise -- nothere-at-all", 3, "no program"),
+        ("supervise -- my.toml", 3, "the file may not be executed; a script follows its interpreter: python my.toml"),
+        ("supervise -- runs", 3, "it is a folder"),
+        ("supervise -- here.sh", 3, "./here.sh"),
     ],
     "status": [("status runs/mne", 2, "Did you mean `runs/mine`?"), ("status my.toml", 2, "It is a config; its run is")],
     "save": [("save runs/nothing", 2, "no live run")],
@@ -105,7 +109,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "ckpt import": [("ckpt import --from safetensors nothere runs/imported", 5, "config.json")],
     "ckpt ls": [
         ("ckpt ls", 2, "Missing argument"),
-        ("ckpt ls runs/mne", 0, "no checkpoint is there. Did you mean `runs/mine`?"),
+        ("ckpt ls runs/mne", 4, "no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
     ],
     "ckpt show": [
         ("ckpt show runs/mine@7", 4, "no checkpoint of step 7"),
@@ -205,6 +209,43 @@ def test_no_number_is_not_a_number(place: Path, path: tuple[str, ...], option: c
     done = use(place, f"{' '.join(path)} {option.opts[0]} nan my.toml runs/mine")
     assert done.exit_code == 2, done.output
     assert f"'{option.opts[0]}'" in done.output, done.output
+
+
+REQUIRED = {
+    "submit": "--slurm",
+    "ckpt export": "--to zarr",
+    "ckpt import": "--from dcp",
+    "data prepare": "--out x",
+}
+
+
+@pytest.mark.parametrize("path", [path for path, _ in walk(cli, ())], ids=" ".join)
+def test_an_empty_word_is_never_the_folder_one_stands_in(place: Path, path: tuple[str, ...]) -> None:
+    """`ftrain stop "$RUN"` where RUN is not set, in the folder of a run."""
+    command = next(command for other, command in walk(cli, ()) if other == path)
+    arguments = ["" for it in command.params if isinstance(it, click.Argument)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place / "runs" / "mine")
+        before = sorted(Path().rglob("*"))
+        done = CliRunner().invoke(cli, [*path, *REQUIRED.get(" ".join(path), "").split(), *arguments], catch_exceptions=False)
+        assert sorted(Path().rglob("*")) == before
+    assert done.exit_code in (ExitCode.USAGE, ExitCode.CONFIG), done.output
+
+
+@pytest.mark.parametrize("words", ["run my.toml --from", "ckpt heal runs/mine@5 --from", "ckpt view runs/mine --to"])
+def test_an_empty_place_of_an_option_is_not_as_if_it_were_not_given(place: Path, words: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        done = CliRunner().invoke(cli, [*words.split(), ""], catch_exceptions=False)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert "it is empty" in done.output
+
+
+@pytest.mark.parametrize("words", ["status ~nobody-here/x", "report ~nobody-here/x", "ckpt show ~nobody-here/x"])
+def test_a_home_that_nobody_has_is_a_place_where_nothing_is(place: Path, words: str) -> None:
+    done = use(place, words)
+    assert done.exit_code in (ExitCode.USAGE, ExitCode.DAMAGED), done.output
+    assert "~nobody-here/x" in done.output
 
 
 def test_every_help_ends_in_an_example() -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrain.combinations import RULES, combinations, nearest, nearest_divisor
+from ftrain.combinations import RULES, combinations
 from ftrain.load import ConfigProblems, layout_summary, parse
+from ftrain.nearest import nearest, nearest_divisor
 
 BASE = """
 run = {url = "x", steps = 10}
