@@ -324,6 +324,7 @@ class Agent:
             to_zygote=self._to_zygote,
             to_keeper=self._to_keeper,
             kill_zygote=self._zygote.renew,
+            looked=self._control.looked,
             node_env=self.spec.node_env,
         )
         self.crew = Crew(around, start)

@@ -168,10 +168,6 @@ class AgentLink:
         """Renew the lease."""
         self.send(Ping())
 
-    def acknowledge(self) -> None:
-        """Tell it how far its messages are on record."""
-        self._line.acknowledge()
-
     def send(self, message: object) -> None:
         """To the agent; dropped if it is not connected (whoever needs an answer has a time limit)."""
         self._line.send(message)

@@ -65,6 +65,8 @@ class Surroundings:
     to_keeper: Callable[[int, int, bytes], None]
     """(rank, attempt, payload)"""
     kill_zygote: Callable[[], None]
+    looked: Callable[[float], None]
+    """When the sockets of workers that ring were last read, on the monotonic clock: for them to know."""
     node_env: dict[str, str] = field(default_factory=dict)
 
 
@@ -244,6 +246,7 @@ class Crew:
 
     def look(self) -> None:
         """Read what those have sent that nobody listens to, unless they are to wait."""
+        self._around.looked(time.monotonic())
         for worker in self.workers.values():
             if worker.rings and worker.port is not None and not (worker.ended or self._paused):
                 worker.port.poll()

@@ -141,7 +141,6 @@ class Desk:
             return
         self.ticks += 1
         self.journal.write()
-        self.agent.acknowledge()
         self.journal.extend(self._delegate.tick(time.time()))
         self.elastic.tick()
 

@@ -292,11 +292,6 @@ class Fleet:
 
     # talking
 
-    def acknowledge(self) -> None:
-        """Tell each how far its messages are on record."""
-        for member in self._members.values():
-            member.line.acknowledge()
-
     def send(self, message: object) -> None:
         """To whom it concerns; dropped where nobody is connected (whoever needs an answer has a time limit)."""
         match message:

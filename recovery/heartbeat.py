@@ -7,7 +7,8 @@ rank's cooperation is needed.
 A record carries a sequence number and a crc32 of itself. The reader accepts a copy only if the crc agrees, which finds a copy
 torn by a writer in the middle on machines with any memory order; a seqlock alone would need barriers that Python has not.
 
-The control page goes the other way: a stop flag and a save counter, written by the agent, read by every rank at each step.
+The control page goes the other way: a stop flag and a save counter, written by the agent, read by every rank at each step; and
+when the agent has last read what the ranks had sent, so that they need not wake it again at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ BODY = struct.Struct(f"<Qiiqiqdd{PHASE_SIZE}s")
 CRC = struct.Struct("<I")
 CONTROL = struct.Struct("<qqq")
 CONTROL_SIZE = 4096
+LOOKED = struct.Struct("<d")
+LOOKED_AT = 64
+"""Where it lies: in a cache line of its own, aligned, so that it is read whole."""
 READ_TRIES = 20
 
 
@@ -142,6 +146,10 @@ class ControlWriter:
         an earlier one, to make way for another layout."""
         self._page[: CONTROL.size] = CONTROL.pack(int(stop), save, leave + 1)
 
+    def looked(self, t: float) -> None:
+        """What the ranks have sent until now is being read; `t` on this machine's monotonic clock."""
+        LOOKED.pack_into(self._page, LOOKED_AT, t)
+
     def close(self) -> None:
         """Unmap the page."""
         self._page.close()
@@ -168,6 +176,11 @@ class ControlReader:
     def leave(self) -> int:
         """The newest attempt whose workers are to save and leave; -1 if there is none."""
         return int(CONTROL.unpack_from(self._page)[2]) - 1
+
+    @property
+    def looked(self) -> float:
+        """When the agent has last read what was sent, on this machine's monotonic clock; 0 before."""
+        return float(LOOKED.unpack_from(self._page, LOOKED_AT)[0])
 
     def close(self) -> None:
         """Unmap the page."""

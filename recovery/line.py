@@ -4,7 +4,7 @@ An agent numbers what must not be lost and keeps it until it hears that it is on
 have been handled, not on which connection they came.
 
 Workers report several times a second, and to acknowledge each report would wake the agent, which costs more than to keep some
-of them a second longer: they are acknowledged together, with whatever is sent next or when the coordinator looks around. The
+of them a few seconds longer: they are acknowledged together, with whatever is sent next, a ping if nothing else. The
 successor of a coordinator that was killed is told them again, and does not mind (recovery.desk).
 """
 

@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -171,10 +171,14 @@ class Channel(Generic[T]):
                 self._fill()
         return self._ready.popleft() if self._ready else None
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything queued is sent; False if the peer is gone or the time is up."""
+    def drain(self, timeout_s: float, *, full: Callable[[], None] = lambda: None) -> bool:
+        """Wait until everything queued is sent; False if the peer is gone or the time is up.
+
+        `full` is called whenever the socket takes no more: the peer may have to be told that it must read.
+        """
         deadline = time.monotonic() + timeout_s
         while self.wants_write and time.monotonic() < deadline:
+            full()
             wait_writable(self.fileno(), max(0.0, deadline - time.monotonic()))
             self.flush()
         return not self._out and not self.closed

@@ -6,8 +6,8 @@ exits, because "exit status 1" explains nothing, and the agent is told at once, 
 
 What a worker says is in the kernel's hands at once, and survives it. Whether the agent is woken to read it is another question:
 a process that is woken for each of many short steps takes the processor from those who train. So the agent does not listen to
-the socket; it reads when a bell rings (an eventfd), a worker has died, or a second is over. Reports that can wait ring it twice
-a second, everything else rings at once.
+the socket; it reads when a bell rings (an eventfd), a worker has died, or a second is over. Reports that can wait ring it if it
+has read nothing for half a second, everything else rings at once.
 
 Must stay importable without torch or numpy: the zygote imports it before the preloaded module.
 """
@@ -44,7 +44,7 @@ from recovery.wire import Channel, close_all
 
 OOM_SCORE_ADJ = 500
 RING_S = 0.5
-"""Reports that can wait are heard of after so long, as long as others follow them."""
+"""Reports that can wait are read after so long, as long as others follow them."""
 SEND_LIMIT_S = 600.0
 
 
@@ -94,17 +94,17 @@ class WorkerContext:
         self._send(Payload(payload=payload))
 
     def send_soon(self, payload: bytes) -> None:
-        """The same for what is said often and need not be heard at once: it is, if the agent was not woken for `RING_S`."""
-        self._send(Payload(payload=payload), ring=time.monotonic() - self._rung >= RING_S)
+        """The same for what is said often and need not be heard at once: it is, if the agent has read nothing for `RING_S`."""
+        self._send(Payload(payload=payload), ring=self._is_time())
 
     def send_later(self, payload: bytes) -> None:
         """To the coordinator's delegate, with whatever is sent next: what is not worth waking anybody for."""
         with self._lock:
             self._channel.queue(Payload(payload=payload))
 
-    def send_keeper(self, payload: bytes) -> None:
-        """To the keeper of this node, through the agent; lost if no keeper is running at that moment."""
-        self._send(WorkerToKeeper(payload=payload))
+    def send_keeper(self, payload: bytes, *, soon: bool = False) -> None:
+        """To the keeper of this node, through the agent; lost if none is running at that moment. `soon`: as `send_soon`."""
+        self._send(WorkerToKeeper(payload=payload), ring=not soon or self._is_time())
 
     def receive(self) -> bytes | None:
         """The next payload of the delegate, None if there is none now."""
@@ -119,12 +119,16 @@ class WorkerContext:
     def _send(self, message: object, *, ring: bool = True) -> None:
         with self._lock:
             self._channel.send(message)
-            if ring or self._channel.wants_write:
+            if ring:
                 self._ring()
             if self._channel.wants_write:
-                self._channel.drain(SEND_LIMIT_S)
+                self._channel.drain(SEND_LIMIT_S, full=self._ring)
             if self._channel.closed:
                 raise AgentGoneError(f"rank {self.rank}: the agent's socket is closed")
+
+    def _is_time(self) -> bool:
+        """Whether what can wait has waited long enough: also where a clock makes no sense."""
+        return not 0.0 <= time.monotonic() - max(self._rung, self.control.looked) < RING_S
 
     def _ring(self) -> None:
         if self.bell is not None:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ftrain.checkpoint.arena import ArenaSlot
+from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, Upload
 from ftrain.checkpoint.layout import rank_layout
 from ftrain.checkpoint.messages import Ready, SnapshotReady, SnapshotTaken, StepDone, Traced, encode
 from ftrain.checkpoint.peer_restore import Neighbours, from_peer_memory
@@ -177,11 +177,15 @@ def _constant(config: Config, args: WorkerArgs, engine: Engine) -> dict[str, Any
 def _loop(
     context: WorkerContext, args: WorkerArgs, config: Config, engine: Engine, slots: dict[str, ArenaSlot], faults: Faults
 ) -> Loop:
+    def urgent(header: SlotHeader) -> bool:
+        """Whether somebody wants to have a snapshot before the slot is filled again: not only to seal it."""
+        return header.upload is Upload.WANTED or bool(config.checkpoint.local_every_steps or args.nodes)
+
     saver = Saver(
         [(name, slots[name]) for name in args.own_slots],
         rank_layout(config, engine.mesh.coordinate),
         identity=(context.epoch, context.attempt, context.rank, config.parallel.ranks),
-        announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name))),
+        announce=lambda name: context.send_keeper(encode(SnapshotReady(slot=name)), soon=not urgent(slots[name].header())),
         taken=lambda step, upload: context.send_later(encode(SnapshotTaken(rank=context.rank, step=step, upload=upload))),
         reached=faults.reached,
         overlap=config.checkpoint.overlap,

@@ -74,7 +74,7 @@ def report(size: int = 1) -> FromWorker:
     return FromWorker(rank=0, attempt=0, payload=bytes(size))
 
 
-def test_reports_are_acknowledged_together_when_somebody_looks_around(called: Called) -> None:
+def test_reports_are_acknowledged_together(called: Called) -> None:
     assert called.tell((1, report())) == []
     assert called.tell((2, report())) == []
     assert len(called.heard) == 2
