@@ -249,7 +249,7 @@ def run(folder: Path, *, rounds: int, seed: int, seq_len: int, steps: int, mallo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    options = common.options(__doc__.splitlines()[0], rounds=20)
+    options = common.options(__doc__.splitlines()[0], rounds=40)
     options.add_argument("--malloc", choices=("kept", "default"), default="kept", help="memory that is freed (default kept)")
     args = options.parse_args(argv)
     with common.scratch(args.dir) as folder:

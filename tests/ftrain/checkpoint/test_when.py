@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ftrain.checkpoint.when import SaveDecision, StepFacts, decide
+from ftrain.checkpoint.when import SaveDecision, StepFacts, decide, is_regular
 from ftrain.config import Checkpoint
 
 CONFIG = Checkpoint(snapshot_steps=10, every_steps=50)
@@ -48,6 +48,17 @@ def test_policies_of_a_busy_save(policy: str) -> None:
     assert decision.wait == (policy == "wait")
     assert bool(decision.skipped) == (policy == "skip")
     assert bool(decision.failed) == (policy == "fail")
+
+
+@pytest.mark.parametrize("policy", ["wait", "skip", "fail"])
+@pytest.mark.parametrize("asked", [{}, {"stop": True}, {"save": True}])
+def test_who_is_busy_changes_what_is_done_at_regular_steps_only(policy: str, asked: dict[str, bool]) -> None:
+    config = msgspec.structs.replace(CONFIG, if_busy=policy, local_every_steps=4)
+    assert [step for step in range(1, 13) if is_regular(config, step)] == [4, 8, 10, 12]
+    for step in (step for step in range(1, 160) if not is_regular(config, step)):
+        free, busy = decide(config, facts(step, **asked)), decide(config, facts(step, no_slot=True, uploading=True, **asked))
+        assert (free.snapshot, free.upload, free.skipped, free.failed) == (busy.snapshot, busy.upload, "", "")
+        assert (busy.skipped, busy.failed) == ("", "")
 
 
 @pytest.mark.parametrize("policy", ["skip", "fail"])

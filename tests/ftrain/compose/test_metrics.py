@@ -93,7 +93,8 @@ def test_status_tells_the_newest_whole_step(tmp_path: Path) -> None:
     file.close()
 
 
-def test_the_newest_whole_line_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nbytes", [0, 100_000], ids=["near the end", "far from it"])
+def test_the_newest_whole_line_is_found(tmp_path: Path, nbytes: int) -> None:
     assert newest(tmp_path) is None
     file = MetricsFile(str(tmp_path))
     file.append(done(1), attempt=0, layout="dp2")
@@ -101,7 +102,7 @@ def test_the_newest_whole_line_is_found(tmp_path: Path) -> None:
     file.append(done(2), attempt=0, layout="dp2")
     file.close()  # without the times of step 2
     with (tmp_path / "metrics.jsonl").open("ab") as torn:
-        torn.write(b'{"step": 3, "mean"')
+        torn.write(b'{"step": 3, "mean"' + bytes(nbytes))
     found = newest(tmp_path)
     assert found is not None
     assert found["step"] == 1

@@ -50,6 +50,17 @@ def test_the_deviation_is_that_of_the_median() -> None:
 
 
 @given(
+    window=st.lists(st.floats(-20.0, 20.0), min_size=16, max_size=64).map(deque),
+    loss=st.floats(-20.0, 200.0),
+    least=st.floats(0.0, 20.0),
+)
+def test_what_the_median_alone_tells_is_true(window: deque[float], loss: float, least: float) -> None:
+    z, told = deviation(loss, window), deviation(loss, window, least=least)
+    assert z is not None
+    assert told == z or (told is None and z < least + 1e-9)
+
+
+@given(
     start=st.floats(1.0, 20.0),
     noise=st.lists(st.floats(-0.2, 0.2), min_size=30, max_size=200),
     rate=st.floats(0.9, 1.0),
