@@ -16,7 +16,8 @@ from typing import Literal
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
-How = Literal["speaker", "timeout", "outside", "killed", "stuck"]  # what was struck: a rank, a collective, the machine
+# What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel.
+How = Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck"]
 # Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
 _OUTSIDE = ((-2, 130), (-1, 129), (-15, 143), (None,), (-9, 137))
 _MEMBER = re.compile(
@@ -101,7 +102,9 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
     """The rank that failed first, None if that cannot be told."""
     if how == "timeout":
         return absent_or_behind(case, reader)
-    if how == "outside":
+    if how == "vanished" and (silent := _only(case, (None,))) is not None:
+        return silent
+    if how in {"outside", "vanished"}:
         return taken_away(case, [deciding, *related])
     known = ranks_of(case)
     for candidate in _candidates(case, reader, deciding, related, how):
