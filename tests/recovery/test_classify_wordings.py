@@ -28,8 +28,8 @@ def test_other_wordings_of_real_software() -> None:
 
 
 def test_what_healthy_runs_print_is_no_cause() -> None:
-    lines = (CASES / "healthy.txt").read_text().splitlines()
-    found = [(verdict(exit={"0": 1}, log=[line]).class_, line) for line in lines]
+    lines = [line.split("\t", 1) for line in (CASES / "healthy.tsv").read_text().splitlines()]
+    found = [(verdict(exit={"0": 1}, **{where: [line]}).class_, line) for where, line in lines]
     assert [(class_, line) for class_, line in found if class_ != "unknown"] == []
 
 
