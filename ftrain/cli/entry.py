@@ -63,6 +63,13 @@ class LazyGroup(click.Group):
         _example_last(command)
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's, for words that can be recorded: launches, ledgers and manifests are JSON, which is UTF-8."""
+        for word in args:
+            if any("\ud800" <= sign <= "\udfff" for sign in word):  # what Python makes of other bytes
+                raise click.UsageError(f"{word!r} is not UTF-8: what is given here is recorded, and records are UTF-8")
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, with a suggestion for a command that does not exist."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -106,9 +113,18 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         return cli(args=argv, prog_name="ftrain")
     except OSError as error:
-        _say(f"{error.filename or 'the system'}: {error.strerror or error}", ExitCode.STORAGE)
+        _say(_of_system(error), ExitCode.STORAGE)
     except Exception as error:
         _say(f"this is a fault of ftrain, not yours: {type(error).__name__}: {error}\n{_kept()}", 1)
+
+
+def _of_system(error: OSError) -> str:
+    """What the system refused. It names no file where a relative path begins in a folder that somebody has deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the folder that this was started in is not there any more: change to one that is (cd), and say it again"
+    return f"{error.filename or 'the system'}: {error.strerror or error}"
 
 
 def _spell() -> None:

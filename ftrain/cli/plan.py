@@ -101,6 +101,10 @@ def common(command: Callable[..., None]) -> Callable[..., None]:
             each_phase(asked, lambda one: command(one, **given))
         except ValueError as error:  # every error of the planner and of the config loader is one
             render.fail(str(error), ExitCode.CONFIG)
+        except (OverflowError, ZeroDivisionError) as error:  # of figures that nothing forbids one by one
+            figures = {name: value for name, value in given.items() if isinstance(value, float) and value}
+            said = f"these figures lead to none ({error}): give sizes, times and rates that a cluster may have"
+            render.fail(f"{said}; given: {figures}", ExitCode.CONFIG)
 
     wrapped: Callable[..., None] = gathered
     for option in reversed(_COMMON):

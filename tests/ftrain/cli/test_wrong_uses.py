@@ -302,6 +302,35 @@ def test_a_fault_of_ours_keeps_its_traceback_out_of_sight(capsys: pytest.Capture
     Path(kept[1]).unlink()
 
 
+def test_a_word_that_cannot_be_recorded_is_refused(place: Path) -> None:
+    done = use(place, "data prepare my.toml --out tokens/\udcff")
+    assert done.exit_code == ExitCode.USAGE
+    assert "not UTF-8" in done.output
+    assert not (place / "tokens").exists()
+
+
+@pytest.mark.parametrize("option", ["--stall 1e308", "--rate 1e-320", "--store-gb-s 1e-320"])
+def test_figures_that_lead_to_no_figure_are_told(place: Path, option: str) -> None:
+    done = use(place, f"plan checkpoint my.toml {option}")
+    assert done.exit_code == ExitCode.CONFIG, done.output
+    assert "a cluster may have" in done.output
+
+
+def test_a_folder_that_was_deleted_under_the_shell_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(gone)
+        gone.rmdir()
+        patch.setattr(entry, "cli", lambda **given: Path("runs/mine").absolute())
+        patch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
+        with pytest.raises(SystemExit) as left:
+            entry.main([])
+    said = capsys.readouterr().err
+    assert left.value.code == ExitCode.STORAGE, said
+    assert "is not there any more" in said
+
+
 def test_a_path_that_cannot_be_used_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     def denied(**given: object) -> None:
         raise PermissionError(13, "Permission denied", "/somewhere")
