@@ -195,6 +195,12 @@ class Delegate(ABC):
         """A keeper process runs; after `restarted` it knows nothing of what was sent to its predecessor."""
         return ()
 
+    def on_node_returned(self, node: str) -> Sequence[Event]:
+        """A node that could not be reached for a while calls again, its processes the same: what was sent to them meanwhile, or
+        shortly before, may be lost.
+        """
+        return ()
+
     def tick(self, now: float) -> Sequence[Event]:
         """Called a few times a second and after `links.wake()`."""
         return ()

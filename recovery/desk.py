@@ -83,6 +83,7 @@ class Desk:
             return AgentLink(loop, spec.for_agent(), self.on_message, self.on_agent_death)
         fleet = Fleet(loop, spec.fleet, spec.lease_s, self.on_message, self._on_node_death)
         fleet.joined = lambda node: self._on_node_joined(node, spec.places)
+        fleet.returned = self._on_node_returned
         return fleet
 
     def _on_node_joined(self, node: str, places: int) -> None:
@@ -93,6 +94,11 @@ class Desk:
         capacity.update({name: known[name] for name in sorted(known, key=natural)})
         if self.attempt is not None:
             self.elastic.capacity_changed(f"node {node} has joined")
+
+    def _on_node_returned(self, node: str) -> None:
+        log.info("node %s has called again", node)
+        if self.ours:
+            self.journal.extend(self._delegate.on_node_returned(node))
 
     def _on_node_death(self, node: str, pid: int, status: int | None, ours: bool) -> None:
         self.elastic.capacity.pop(node, None)

@@ -70,9 +70,12 @@ class Fleet:
     """Of a dead agent: nobody here can know."""
 
     def __init__(self, loop: Loop, spec: FleetSpec, lease_s: float, on_message: OnMessage, on_death: OnDeath) -> None:
-        """Nobody is there yet. `joined` is called with the node whenever one is admitted; set it before anybody can come."""
+        """Nobody is there yet. `joined` is called with the node whenever one is admitted, `returned` when one calls again that
+        could not be told anything for a while; set them before anybody can come.
+        """
         self.spec = spec
         self.joined: Callable[[str], None] = lambda node: None
+        self.returned: Callable[[str], None] = lambda node: None
         self._loop, self._lease_s = loop, lease_s
         self._on_message, self._on_death = on_message, on_death
         self._members: dict[str, Member] = {}
@@ -168,6 +171,7 @@ class Fleet:
         known = self._members.get(hello.node)
         if known is not None and _same_process(known.line.hello, hello):
             self._take(known, port, hello)
+            self.returned(hello.node)
             return
         reason = self._objection(known, hello)
         if reason:
@@ -202,13 +206,13 @@ class Fleet:
         self._members[node] = member
         log.info("node %s has joined (agent: process %d)", node, hello.pid)
         self._take(member, port, hello)
-        if self._control is not None:
-            member.line.send(self._control)
         self.joined(node)
 
     def _take(self, member: Member, port: Port, hello: AgentHello) -> None:
         member.heard, member.ended_at, member.silent_at = time.monotonic(), None, None
         member.line.take(port, hello, self._epoch)
+        if self._control is not None:
+            member.line.send(self._control)
 
     def _hung_up(self, member: Member) -> None:
         now = time.monotonic()

@@ -341,16 +341,6 @@ class RunDelegate(StoringDelegate):
         self.links.to_keeper(encode(Resend()))
         return []
 
-    def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
-        """A keeper that died took the question along; a new one knows of no other node."""
-        if restarted:
-            self._copies.keeper_restarted()
-        else:
-            self._copies.repeat()
-        if restarted and self._debts.asked:
-            self.links.to_keeper(encode(Resend()))
-        return []
-
     def leaving(self, *, stopped: bool) -> None:
         """A run that is stopped without its last save (a worker died meanwhile) takes what memory holds along."""
         if stopped and self._memory_step is not None and self._memory_step > (self._committed or 0):

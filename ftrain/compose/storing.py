@@ -15,6 +15,7 @@ from ftrain.checkpoint.messages import (
     PackFailed,
     PackStored,
     PeerCopied,
+    Resend,
     SaveSkipped,
     Settled,
     decode_keeper,
@@ -91,6 +92,22 @@ class StoringDelegate(ElasticDelegate):
             begin = self._begun.pop(group, time.time())
             changed = any((self._committed or 0) < step <= message.step for step in self._moved)
             self._committer.submit(Job.of(self._parts.pop(group), epoch=self._epoch, begin=begin, changed=changed))
+        return []
+
+    def on_keeper_started(self, *, restarted: bool) -> Sequence[Event]:
+        """A keeper that died took the question along; a new one knows of no other node."""
+        if restarted:
+            self._copies.keeper_restarted()
+        else:
+            self._copies.repeat()
+        if restarted and self._debts.asked:
+            self.links.to_keeper(encode(Resend()))
+        return []
+
+    def on_node_returned(self, node: str) -> Sequence[Event]:
+        """Its keeper may not know that a step is settled: the slot would stay full, and the next save wait for it for ever."""
+        self._copies.repeat()
+        self.links.to_keeper(encode(Resend()))
         return []
 
     def _on_failed(self, failed: PackFailed) -> list[Event]:

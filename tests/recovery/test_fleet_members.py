@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recovery.fleet import Fleet
 from recovery.loop import Loop
-from recovery.messages import AgentHello, StartAttempt, Welcome, WorkerSpec
+from recovery.messages import AgentHello, SetControl, StartAttempt, Welcome, WorkerSpec
 from recovery.spec import FleetSpec
 
 
@@ -17,9 +18,12 @@ class Line:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.closed = False
+        self.channel = None
+        self.hang_up: Callable[[], None] = lambda: None
 
-    def take_over(self, on_frame: object, on_close: object) -> None:
+    def take_over(self, on_frame: object, on_close: Callable[[], None]) -> None:
         """Nothing will come."""
+        self.hang_up = on_close
 
     def send(self, message: object) -> None:
         self.said.append(message)
@@ -42,4 +46,24 @@ def test_an_agent_that_started_an_attempt_after_a_roll_back_is_let_in_again(tmp_
     assert (again.closed, again.said) == (False, [Welcome(epoch=4)])
     fleet.offered(later, AgentHello(node="n1", pid=7, boot_id="b", epoch=5))  # type: ignore[arg-type]
     assert later.closed
+    loop.close()
+
+
+def test_who_calls_again_is_told_what_is_asked_of_the_workers_and_the_delegate_hears_of_it(tmp_path: Path) -> None:
+    """What was said while nobody listened is said again: a stop, a save, and whatever the delegate makes of a return."""
+    loop = Loop()
+    fleet = Fleet(loop, FleetSpec(control=tmp_path, host="127.0.0.1"), 60.0, lambda *told: None, lambda *died: None)
+    joined, returned = list[str](), list[str]()
+    fleet.joined, fleet.returned = joined.append, returned.append
+    fleet.begin(0)
+    first, again = Line(), Line()
+    hello = AgentHello(node="n1", pid=7, boot_id="b", epoch=0)
+    fleet.offered(first, hello)  # type: ignore[arg-type]
+    fleet.send(SetControl(stop=False, save=1))
+    first.hang_up()
+    fleet.send(SetControl(stop=False, save=2))
+    fleet.offered(again, hello)  # type: ignore[arg-type]
+    assert first.said == [Welcome(epoch=0), SetControl(stop=False, save=1)]
+    assert again.said == [Welcome(epoch=0), SetControl(stop=False, save=2)]
+    assert (joined, returned) == (["n1"], ["n1"])
     loop.close()
