@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 KINDS = ("drain", "admit", "resize")
 
+MOST_PLACES = 4096
+"""Of a machine that takes as many ranks as a person asks for: of a slip of a hundred million, the list alone would keep the
+coordinator from all its work for minutes."""
+
 
 class Surroundings(Protocol):
     """What is needed of the coordinator's desk."""
@@ -94,8 +98,11 @@ class Elastic:
     def _resize(self, args: dict[str, Any]) -> list[dict[str, Any]]:
         """What changes: path, old and new of each."""
         before = dict(self.capacity)
-        missing = int(args.get("ranks") or 0) - len(self.places)
+        ranks = int(args.get("ranks") or 0)
+        missing = ranks - len(self.places)
         if len(before) == 1 and missing > 0:  # one machine has as many places as are asked for: what it can do, its ranks say
+            if ranks > MOST_PLACES:
+                raise ValueError(f"{ranks} ranks are asked for; allowed: at most {MOST_PLACES} on one machine")
             self.capacity[next(iter(before))] += missing
         try:
             told = self._delegate.resize(args, self.places)

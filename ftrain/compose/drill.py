@@ -23,8 +23,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.ledgers import LedgerTail, read_ledger
 from ftrain.compose.outage import begin_outage, end_outage
+from ftrain.compose.paths import local_dir_of
 from ftrain.compose.proof import stored_digests
 from ftrain.compose.strikes import (
     BY_NAME,
@@ -46,6 +48,7 @@ from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, steps_of
 from recovery.launch import python
+from recovery.owner import claim
 from recovery.report import InterruptionRow, report
 
 POLL_S = 0.05
@@ -83,6 +86,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return self.equal and self.covered > 0 and not self.unexplained and all(strike.right for strike in self.struck)
 
 
+COURSES = ("unbroken", "broken")
+OWN = {f"{name}{ending}" for name in COURSES for ending in ("", ".toml", ".log")}
+"""What a drill leaves in its folder."""
+
+
 class Orders(Struct, frozen=True, kw_only=True):
     """How to drill."""
 
@@ -93,12 +101,27 @@ class Orders(Struct, frozen=True, kw_only=True):
     table_5: bool = False
 
 
+def _clear(folder: Path) -> None:
+    """Remove what an earlier drill left, and nothing else: a folder may be anybody's. HeldError if one is going on there."""
+    if not folder.exists():
+        return
+    strange = sorted({path.name for path in folder.iterdir()} - OWN) if folder.is_dir() else [folder.name]
+    if strange:
+        what = f"{folder} holds what no drill has left there: {', '.join(strange[:3])}"
+        raise RefusedError([f"{what}; a drill begins in an empty folder: give --folder another, or remove it"])
+    for name in COURSES:
+        local = local_dir_of(str(folder / name))
+        if local.exists():
+            claim(local).release()
+    shutil.rmtree(folder)
+
+
 def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
-    """Carry out a drill in `folder`, which is emptied first. Raises DrillError."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Carry out a drill in `folder`, in place of an earlier one. Raises DrillError; RefusedError for anybody else's folder."""
+    _clear(folder)
     folder.mkdir(parents=True)
     half_s = orders.minutes * 30.0
-    unbroken = Course(variant(config, folder / "unbroken"), folder)
+    unbroken = Course(variant(config, folder / COURSES[0]), folder)
     say(f"the unbroken run, for {half_s:.0f} s")
     step = unbroken.run_alone(half_s)
     strikes = plan(
@@ -110,7 +133,7 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
         weights=TABLE_5 if orders.table_5 else None,
     )
     faults = inside(strikes, steps=step, seconds=half_s)
-    broken = Course(variant(config, folder / "broken", faults), folder)
+    broken = Course(variant(config, folder / COURSES[1], faults), folder)
     planned = f"{len(strikes)} {'strike' if len(strikes) == 1 else 'strikes'} planned"
     say(f"the run under fire, to a checkpoint after the last strike: {planned}; the unbroken run got to step {step}")
     fire = Fire(broken, [strike for strike in strikes if BY_NAME[strike.kind].target != "inside"], say)

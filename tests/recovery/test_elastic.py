@@ -114,6 +114,12 @@ def test_what_leaves_too_little_is_refused_and_nothing_is_recorded():
     assert desk.book.events == []
 
 
+def test_a_slip_of_many_digits_is_refused_without_a_place_for_each():
+    elastic, desk, _, _ = made()
+    assert "99999999999 ranks are asked for; allowed: at most 4096" in ask(elastic, "resize", ranks=99_999_999_999)
+    assert (elastic.capacity, desk.book.events, desk.left) == ({"n": 4}, [], [])
+
+
 def test_only_what_was_taken_away_can_be_given_back():
     elastic, desk, _, _ = made()
     assert "n/1 is not taken away" in ask(elastic, "admit", place="1")

@@ -162,7 +162,12 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "classify": [("classify nothere", 2, "does not exist")],
     "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],
-    "drill": [("drill my.toml --faults kll", 2, "kill"), ("drill my.toml --minutes 0", 2, "x>=0.1")],
+    "drill": [
+        ("drill my.toml --faults kll", 2, "kill"),
+        ("drill my.toml --minutes 0", 2, "x>=0.1"),
+        ("drill my.toml --folder runs", 3, "holds what no drill has left there: mine"),
+        ("drill my.toml --folder my.toml", 2, "is a file"),
+    ],
     "init": [("init my.toml", 2, "there already"), ("init nodir/x.toml", 2, "cannot be written")],
     "completion": [("completion fishy", 2, "'bash', 'zsh', 'fish'")],
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from ftrain.cli.drill import show
-from ftrain.compose.drill import EXIT, Outcome, first_seam, same_training, seam_proofs
+from ftrain.compose.drill import COURSES, EXIT, Orders, Outcome, drill, first_seam, same_training, seam_proofs
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.strikes import (
     BY_NAME,
     KINDS,
@@ -23,10 +25,31 @@ from ftrain.compose.strikes import (
     plan,
     provable,
 )
+from ftrain.load import load
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, StepFinished
+from recovery.owner import HeldError, claim
 from recovery.report import InterruptionRow
 
 NAMES = tuple(BY_NAME)
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny-dp2.toml"
+
+
+def test_a_drill_empties_no_folder_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "broken").mkdir()
+    with pytest.raises(RefusedError, match=r"no drill has left there: thesis\.tex"):
+        drill(load(str(CONFIG)), tmp_path, Orders(minutes=1.0, mean_gap_s=1.0, kinds=NAMES), print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "thesis.tex"]
+
+
+def test_a_drill_that_goes_on_is_not_swept_away_by_another(tmp_path: Path) -> None:
+    local = tmp_path / COURSES[1] / "local"
+    local.mkdir(parents=True)
+    held = claim(local)
+    with pytest.raises(HeldError):
+        drill(load(str(CONFIG)), tmp_path, Orders(minutes=1.0, mean_gap_s=1.0, kinds=NAMES), print)
+    assert local.exists()
+    held.release()
 
 
 def test_a_seed_is_a_drill() -> None:
