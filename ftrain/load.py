@@ -251,7 +251,7 @@ def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not (key.isdecimal() and len(key) < 19) or int(key) >= len(node):
                 yield Problem(".".join(keys), f"no item {key} (--set)", f"0 to {len(node) - 1}" if node else "an item")
                 return
             slot: Any = int(key)

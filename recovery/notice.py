@@ -86,7 +86,7 @@ def read_left(text: str) -> float | None:
     """Seconds in Slurm's form of a duration (`1-02:03:04`, `02:03:04`, `03:04`); None for UNLIMITED and the like."""
     days, dash, clock = text.strip().rpartition("-")
     parts = clock.split(":")
-    if not (2 <= len(parts) <= 3 and all(part.isdigit() for part in parts) and (days.isdigit() or not dash)):
+    if not (2 <= len(parts) <= 3 and all(part.isdecimal() for part in parts) and (days.isdecimal() or not dash)):
         return None
     seconds = 0
     for part in parts:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 WHOLE_NODE = -1
+MOST_DIGITS = 18
 
 
 class Place(Struct, frozen=True, kw_only=True, order=True):
@@ -55,12 +56,12 @@ def usable(capacity: Capacity, out: Iterable[Out]) -> tuple[Place, ...]:
 def parse(text: str, capacity: Capacity) -> Place:
     """The place that a person means: `3` on the only node, `node/3`, or a node. ValueError in words if there is none."""
     node, slash, slot = text.rpartition("/")
-    if not slash and text.isdigit() and len(capacity) == 1:
-        node, slot = next(iter(capacity)), text
-    elif not slash:
-        node, slot = text, str(WHOLE_NODE)
-    known = ", ".join(f"{name}/0 to {name}/{count - 1}" for name, count in capacity.items())
-    if node not in capacity or (slot != str(WHOLE_NODE) and not (slot.isdigit() and int(slot) < capacity[node])):
+    if not slash and text.isdecimal() and len(capacity) == 1:
+        node, slash, slot = next(iter(capacity)), "/", text
+    if not slash and text in capacity:
+        return Place(node=text, slot=WHOLE_NODE)
+    if not slash or node not in capacity or not slot.isdecimal() or len(slot) > MOST_DIGITS or int(slot) >= capacity[node]:
+        known = ", ".join(f"{name}/0 to {name}/{count - 1}" for name, count in capacity.items())
         raise ValueError(f"no place {text!r}; there are {known}, or a whole node by its name")
     return Place(node=node, slot=int(slot))
 

@@ -27,7 +27,7 @@ def meant(run_url: str) -> str:
         return _of_file(path)
     base, at, step = run_url.rpartition("@")
     if at and holds_run(Path(base)):
-        return f" RUN has no step: {base}." if step.isdigit() else f" STEP is a number, as in {base}@100."
+        return f" RUN has no step: {base}." if step.isdecimal() else f" STEP is a number, as in {base}@100."
     parent = path.parent
     try:
         runs = [entry.name for entry in parent.iterdir() if holds_run(entry)] if parent.is_dir() else []

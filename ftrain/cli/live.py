@@ -178,6 +178,8 @@ def resize(run_url: str, ranks: int | None, overrides: tuple[str, ...], local_di
     Example:
       ftrain resize runs/demo --ranks 4 --set parallel.tp=2
     """
+    if ranks and any(change.partition("=")[0].strip() == "parallel.ranks" for change in overrides):
+        raise click.UsageError("--ranks and --set parallel.ranks say the same thing: give one of them")
     facts = ask(run_url, local_dir, "resize", ranks=ranks or 0, set=list(overrides), by="ftrain resize")
     made = "; ".join(f"{it['path']} {it['old']} -> {it['new']}" for it in facts.get("changes", ()))
     said = f"at the next step boundary: {made}" if made else "the run has that layout already"

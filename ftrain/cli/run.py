@@ -146,6 +146,6 @@ def launched_from(folder: Path) -> bool:
 def split_step(text: str) -> tuple[str, int | None]:
     """`URL@STEP` or `URL` into its parts."""
     url, at, step = text.rpartition("@")
-    if at and step.isdigit():
+    if at and step.isdecimal() and len(step) < 1000:
         return url, int(step)
     return text, None

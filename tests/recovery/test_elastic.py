@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from recovery.delegate import Delegate
 from recovery.elastic import Elastic
 from recovery.events import AttemptStarted, Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
@@ -118,6 +120,12 @@ def test_a_slip_of_many_digits_is_refused_without_a_place_for_each():
     elastic, desk, _, _ = made()
     assert "99999999999 ranks are asked for; allowed: at most 4096" in ask(elastic, "resize", ranks=99_999_999_999)
     assert (elastic.capacity, desk.book.events, desk.left) == ({"n": 4}, [], [])
+
+
+@pytest.mark.parametrize("place", ["", "²", "n/²", "9" * 5000, "n/" + "9" * 5000, "n/-1", "n/x", "0/0/0"])
+def test_what_is_no_place_is_answered_with_those_that_are(place: str):
+    elastic, _, _, _ = made()
+    assert "there are n/0 to n/3" in ask(elastic, "drain", place=place)
 
 
 def test_only_what_was_taken_away_can_be_given_back():

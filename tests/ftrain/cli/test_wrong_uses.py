@@ -68,7 +68,10 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "stop": [("stop runs/mine", 2, "the run is not running")],
     "drain": [("drain runs/mine 0", 2, "the run is not running")],
     "admit": [("admit runs/mine", 2, "Missing argument")],
-    "resize": [("resize runs/mine --ranks 0", 2, "x>=1")],
+    "resize": [
+        ("resize runs/mine --ranks 0", 2, "x>=1"),
+        ("resize runs/mine --ranks 1 --set parallel.ranks=2", 2, "give one of them"),
+    ],
     "join": [("join my.toml", 2, "is a file")],
     "submit": [("submit my.toml", 2, "--slurm"), ("submit my.toml --slurm --dry-run", 3, "machine.ranks_per_node")],
     "report": [
@@ -113,6 +116,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ckpt show": [
         ("ckpt show runs/mine@7", 4, "no checkpoint of step 7"),
+        ("ckpt show runs/mine@²", 4, "STEP is a number, as in runs/mine@100"),
+        (f"ckpt show runs/mine@{'9' * 5000}", 5, "name too long"),
         ("ckpt show runs/mine@newest", 4, "STEP is a number, as in runs/mine@100"),
         ("ckpt show runs/mne@7", 4, "Did you mean `runs/mine`?"),
     ],

@@ -42,6 +42,12 @@ def test_a_value_that_no_run_can_have_is_one_problem(override: str, said: str) -
     assert said in str(problem)
 
 
+@pytest.mark.parametrize("item", ["²", "9" * 5000, "-1", "1"])
+def test_an_item_that_is_not_there_is_told(item: str) -> None:
+    with pytest.raises(ConfigProblems, match=r"no item .*; allowed: 0 to 0"):
+        parse(BASE, [f"data.sources.{item}.path=x"])
+
+
 @pytest.mark.parametrize("text", ["[" * 5000, "v = " + "9" * 5000, "v = " + "[" * 5000])
 def test_a_file_that_overwhelms_the_parser_is_not_toml(text: str) -> None:
     with pytest.raises(ConfigProblems, match="not TOML"):
