@@ -133,8 +133,8 @@ class Ours(Side):
 
     def _pages(self) -> Iterator[int]:
         for pid in self.processes():
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # it has ended, or has closed that one
+                for link in Path(f"/proc/{pid}/fd").iterdir():
                     if os.readlink(link).startswith("/memfd:heartbeat"):
                         yield os.open(link, os.O_RDONLY)
 

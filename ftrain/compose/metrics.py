@@ -1,8 +1,9 @@
 """metrics.jsonl: one line per finished step, for plots and other tools. The ledger is the record; this is its
 convenient copy.
 
-What only the ranks know (where the seconds went, their memory, what they compute on) comes a step or a second later than the
-step's own report, whichever is more, so a line is held back until then, and written without if its ranks did not live to tell.
+What only the ranks know (where the seconds went, their memory, what they compute on) comes a step or two seconds later than
+the step's own report, whichever is more, so a line is held back until then, and written without if its ranks did not live to
+tell.
 """
 
 from __future__ import annotations

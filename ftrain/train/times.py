@@ -6,9 +6,9 @@
     end of step s+1     rank 0 has all ranks' buckets, and reports means and worst ranks
 
 Nothing is waited for that has not had half a step to arrive, and everything travels beside the training, over the host. A
-message costs the same however little it says: a step of a second is put together by itself, shorter ones together, as many as
-make up a second (`EVERY_S`). How many that are the ranks agree on by what the steps before took, which travels along. Behind a
-snapshot all steps are put together: nobody does them again, so what is known of them must not be lost with an attempt.
+message costs the same however little it says: a step of two seconds is put together by itself, shorter ones together, as many
+as make up two seconds (`EVERY_S`). How many that are the ranks agree on by what the steps before took, which travels along.
+Behind a snapshot all steps are put together: nobody does them again, so what is known of them must not be lost with an attempt.
 
 What the buckets mean, and how waiting is told apart, stands in `ftrain.parallel.clock` and `ftrain.parallel.idle`. On a GPU
 everything comes half a step later: its marks can be read once the stream has passed them.
@@ -17,6 +17,7 @@ everything comes half a step later: its marks can be read once the stream has pa
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -25,12 +26,12 @@ import torch
 
 from ftrain import device as seam
 from ftrain.checkpoint.messages import RankMemory, StepTimes
-from ftrain.parallel.clock import CHECKPOINT, COMPUTE, DATA, EVALUATE, LINK, OTHER, Group, Spent, Taken, spent
+from ftrain.parallel.clock import CHECKPOINT, COMPUTE, DATA, EVALUATE, LINK, OTHER, Group, Spent, Taken, Timer, spent
 from ftrain.parallel.idle import Idle, expected_idle, split_idle, split_waits
 from ftrain.parallel.mesh import Mesh
 from ftrain.parallel.pipeline import durations
 from ftrain.parallel.program import Instruction
-from ftrain.parallel.schedule import Action, Kind, Schedule
+from ftrain.parallel.schedule import Kind, Schedule
 from ftrain.parallel.shape import AXES
 from ftrain.train.passes import Passes
 
@@ -40,11 +41,14 @@ SENT = MEMORY + 3  # behind these: bytes along each axis
 KINDS = tuple(Kind)
 DIGITS = 7
 """Of seconds: a tenth of a microsecond."""
-EVERY_S = 1.0
+EVERY_S = 2.0
 """Steps that take less are put together with others."""
+MEMORY_S = 10.0
+"""Between two looks at a rank's memory: on a host that takes as long as several steps' measurements."""
 MOST = 64
 """Steps at a time."""
 Marked = Sequence[tuple[Instruction, Any, Any]]
+_NO_ACTIONS = torch.empty(0, dtype=torch.float64)
 
 
 class Step(NamedTuple):
@@ -100,6 +104,8 @@ class Times:
         self._carried_out: tuple[Schedule | None, Marked] = (None, ())
         self._steps: list[Step] = []  # not begun to be put together
         self._at_once = 1
+        self._memory: list[float] = []  # used, reserved, peak
+        self._looked = 0.0
         self._open: list[Iterator[None]] = []
 
     def begin(self) -> None:
@@ -144,7 +150,7 @@ class Times:
             yield
         found = [spent(step.taken, self._clock.timer) for step in steps]
         least = _in_a_row(found, self._mesh.shape.world)
-        actions = torch.cat([_table(step, durations(step.marked, self._clock.timer)) for step in steps])
+        actions = torch.cat([_table(step, self._clock.timer) for step in steps])
         works: list[Any] = [self._mesh.start_least(values, group.members) for group, values in least.items()]
         works += [work for work in [self._mesh.start_total(actions, ("pp",))] if work is not None]
         yield
@@ -152,9 +158,8 @@ class Times:
             work.wait()
         self._at_once = max(1, min(MOST, int(EVERY_S / _pace(found, least, self._mesh.shape.world))))
         tables, waits = _of_each(steps, actions), {group: iter(values.tolist()) for group, values in least.items()}
-        now = seam.memory(self._device)
-        memory = [float(now.used), float(now.reserved), float(now.peak)]
-        own = [self._own(*it, waits, memory) for it in zip(steps, found, tables, strict=True)]
+        self._look_at_memory()
+        own = [self._own(*it, waits, self._memory) for it in zip(steps, found, tables, strict=True)]
         into, collection = self._mesh.start_collection(torch.tensor(own, dtype=torch.float64))
         yield
         if collection is not None:
@@ -164,6 +169,12 @@ class Times:
             kinds = _means(table) if step.schedule else {}
             ranks = [values[number].tolist() for values in into]
             self._report(_summary(step.number, ranks, self._mesh, actions=kinds, **told))
+
+    def _look_at_memory(self) -> None:
+        now = time.monotonic()
+        if not self._memory or now - self._looked >= MEMORY_S:
+            found, self._looked = seam.memory(self._device), now
+            self._memory = [float(found.used), float(found.reserved), float(found.peak)]
 
     def _own(
         self, step: Step, found: Spent, table: torch.Tensor, waits: Mapping[Group, Iterator[float]], memory: list[float]
@@ -197,10 +208,12 @@ def _pace(found: Sequence[Spent], least: Mapping[Group, torch.Tensor], world: in
     return agreed
 
 
-def _table(step: Step, took: dict[Action, float]) -> torch.Tensor:
+def _table(step: Step, timer: Timer) -> torch.Tensor:
     """[kind, stage, micro-batch] seconds in a row, zero for other ranks' actions; empty without a pipeline."""
+    if step.schedule is None:
+        return _NO_ACTIONS
     table = torch.zeros(_shape(step), dtype=torch.float64)
-    for action, seconds in took.items() if step.schedule else ():
+    for action, seconds in durations(step.marked, timer).items():
         table[KINDS.index(action.kind), action.stage, action.microbatch] = seconds
     return table.flatten()
 
@@ -212,6 +225,8 @@ def _shape(step: Step) -> tuple[int, int, int]:
 
 def _of_each(steps: Sequence[Step], actions: torch.Tensor) -> list[torch.Tensor]:
     """The table of each step again."""
+    if all(step.schedule is None for step in steps):
+        return [_NO_ACTIONS] * len(steps)
     shapes = [_shape(step) for step in steps]
     parts = actions.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
