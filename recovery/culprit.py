@@ -58,7 +58,7 @@ _TIMED_OUT = re.compile(
 
 def ranks_of(case: Evidence) -> list[int]:
     """The ranks that have an exit status, in order."""
-    return sorted(int(rank) for rank in case.exit if rank.isdigit())
+    return sorted(int(rank) for rank in case.exit if rank.isdecimal())
 
 
 def speaker(line: Line) -> int | None:
@@ -81,7 +81,7 @@ def device(line: Line) -> int | None:
 
 def odd_one_out(case: Evidence) -> int | None:
     """The one rank whose end was its own doing: an error among ranks that were stopped, a signal among errors."""
-    own = {int(r): s for r, s in case.exit.items() if r.isdigit() and s not in (0, None) and r not in case.ours}
+    own = {int(r): s for r, s in case.exit.items() if r.isdecimal() and s not in (0, None) and r not in case.ours}
     faulted = [rank for rank, status in own.items() if status in _FAULT]
     if len(faulted) == 1:
         return faulted[0]
@@ -149,7 +149,7 @@ def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:
 
 def _only(case: Evidence, statuses: Sequence[int | None]) -> int | None:
     """The one rank that ended like this, if there is one."""
-    struck = [int(rank) for rank, status in case.exit.items() if rank.isdigit() and status in statuses]
+    struck = [int(rank) for rank, status in case.exit.items() if rank.isdecimal() and status in statuses]
     return struck[0] if len(struck) == 1 and len(case.exit) > 1 else None
 
 

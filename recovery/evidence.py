@@ -233,7 +233,7 @@ def _kernel_lines(fd: int, since_s: float) -> Iterable[str]:
             return
         head, separator, text = record.partition(";")
         fields = head.split(",")
-        if separator and len(fields) > 2 and fields[2].isdigit() and int(fields[2]) >= since_s * 1e6:
+        if separator and len(fields) > 2 and fields[2].isdecimal() and int(fields[2]) >= since_s * 1e6:
             yield f"[{int(fields[2]) / 1e6:12.6f}] {text.splitlines()[0] if text else ''}"
 
 

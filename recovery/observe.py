@@ -173,7 +173,7 @@ def _drop_drained_after(matches: Sequence[Observation], reader: Reader) -> None:
 
 def _began_it(case: Evidence, struck: Sequence[str]) -> bool:
     """Whether the first of these ranks ended before every other one, as far as the order of deaths is on record."""
-    return bool(struck) and len(case.exit) > 1 and case.order[:1] == (struck[0],) and struck[0].isdigit()
+    return bool(struck) and len(case.exit) > 1 and case.order[:1] == (struck[0],) and struck[0].isdecimal()
 
 
 def _exits(case: Evidence, table: Table, spoke: Collection[int | None]) -> Iterator[Observation]:
@@ -189,6 +189,6 @@ def _exits(case: Evidence, table: Table, spoke: Collection[int | None]) -> Itera
         if meaning.first and not (_began_it(case, struck) and int(struck[0]) not in spoke):
             continue
         if struck:
-            rank = int(struck[0]) if struck[0].isdigit() else -1
+            rank = int(struck[0]) if struck[0].isdecimal() else -1
             text = ended_text(struck[0], own[struck[0]])
             yield Observation(meaning, Line("exit", rank, text, text, rank if rank >= 0 else None), meaning.weight)

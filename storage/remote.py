@@ -185,6 +185,11 @@ class FsspecStore(ObjectStore):
     def _errors(self, key: str) -> Iterator[None]:
         try:
             yield
+        except NotImplementedError as error:
+            text = (
+                f"{self.url}: its file system ({type(self._fs).__name__}) cannot do what a store must: {str(error) or 'write'}"
+            )
+            raise ConfigurationError(f"{text}. Use a folder, s3://, gs:// or az://", key) from error
         except (OSError, ImportError) as error:
             raise _translated(error, self.url, key) from error
 

@@ -46,6 +46,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.stepz=3 --dry-run", 3, "did you mean `steps`"),
         ("run my.toml --set run.url=s3:// --dry-run", 0, "s3://"),
         ("run my.toml --set run.url=s3://", 5, "names no place"),
+        ("run my.toml --set run.url=http://127.0.0.1:1/x", 5, "Use a folder, s3://"),
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
         ("run my.toml --json", 2, "--dry-run"),
@@ -310,6 +311,11 @@ def test_a_fault_of_ours_keeps_its_traceback_out_of_sight(capsys: pytest.Capture
     assert kept
     assert "Traceback" in Path(kept[1]).read_text()
     Path(kept[1]).unlink()
+
+
+def test_a_rank_that_is_no_number_is_no_fault_of_ours(place: Path) -> None:
+    (place / "odd.json").write_text('{"exit": {"²": 1, "0": 1}, "log": ["x"]}', encoding="utf-8")
+    assert use(place, "classify odd.json").exit_code == 0
 
 
 def test_a_word_that_cannot_be_recorded_is_refused(place: Path) -> None:
