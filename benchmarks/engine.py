@@ -7,9 +7,10 @@
                                               resharding after forward (ZeRO-3) and not (ZeRO-2): the faster of the two counts
 
 Both sides live in the same processes and step in turns: one thread a rank, fp32 activations, the same initial values,
-micro-batches and clipping; ours besides keeps bf16 weights beside fp32 masters, which the peers do not. A figure is the median
-over the rounds of peer seconds / our seconds of the same round; beside it stands the ratio of processor time over all ranks and
-threads, which on a busy machine says more. `python -m benchmarks.engine --json`
+micro-batches and clipping; ours besides keeps bf16 weights beside fp32 masters, which the peers do not. Under tp2 both keep the
+gathered input of a block for backward: `parallel.sp_regather`, which gathers it again to save memory, has no counterpart in
+DTensor. A figure is the median over the rounds of peer seconds / our seconds of the same round; beside it stands the ratio of
+processor time over all ranks and threads, which on a busy machine says more. `python -m benchmarks.engine --json`
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from ftrain.config import Batch, Config, Data, Machine, Model, Optimizer, Parall
 class Case(NamedTuple):
     """A layout, and who is to be compared with it."""
 
-    parallel: dict[str, int]
+    parallel: dict[str, Any]
     figures: dict[str, tuple[str, ...]]  # by name of the ratio: the peers of which the fastest counts
 
 
 CASES: dict[str, Case] = {
     "single": Case({}, {"single_over_plain_pytorch": ("pytorch",)}),
-    "tp2": Case({"ranks": 2, "tp": 2}, {"tp2_over_dtensor": ("dtensor",)}),
+    "tp2": Case({"ranks": 2, "tp": 2, "sp_regather": False}, {"tp2_over_dtensor": ("dtensor",)}),
     "pp2": Case({"ranks": 2, "pp": 2}, {"pp2_over_torch_pipelining": ("pipelining",)}),
     "dp2": Case({"ranks": 2}, {"zero1_dp2_over_ddp": ("ddp", "ddp_zero"), "zero1_dp2_over_fsdp2": ("fsdp2", "fsdp2_kept")}),
 }
