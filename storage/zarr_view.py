@@ -119,6 +119,7 @@ def reference_json(manifest: Manifest, *, base_url: str, find: Find = nothing_fo
     groups = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     metadata = {group: group_metadata({}) for group in sorted(groups)}
     metadata |= {spec.name: array_metadata(spec, manifest.compressor) for spec in manifest.arrays}
+    metadata = {name: metadata[name] for name in sorted(metadata, key=_parent)}
     root = group_metadata({"format": "ftrain-checkpoint", "step": manifest.step})
     refs = [_entry("zarr.json", root | {"consolidated_metadata": _consolidated(metadata)})]
     refs += [_entry(f"{name}/zarr.json", content) for name, content in metadata.items()]
@@ -126,6 +127,13 @@ def reference_json(manifest: Manifest, *, base_url: str, find: Find = nothing_fo
     for number, name in enumerate(names):
         refs += _chunk_refs(manifest, number, f"{name}/", starts)
     return _reference(refs, base_url)
+
+
+def _parent(name: str) -> str:
+    """The group that a member is in. Members of one stand together: stock zarr sorts consolidated metadata by depth alone, then
+    takes each run of siblings for all there are, and cannot open a checkpoint in which a group's arrays and groups lie apart.
+    """
+    return name.rpartition("/")[0]
 
 
 def group_metadata(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -126,11 +126,12 @@ def write_packs(
     writers: int = 2,
     dim: int = 0,
     compressor: Compressor | None = None,
+    specs: Mapping[str, ArraySpec] = SPECS,
 ) -> Manifest:
     """Store the packs of a checkpoint; returns its manifest, uncommitted."""
     deliveries = []
-    for number, boxes in enumerate(deal(SPECS, writers, dim)):
-        data, delivery = build_pack(SPECS, values, boxes, pack_name(epoch, attempt, number), compressor)
+    for number, boxes in enumerate(deal(specs, writers, dim)):
+        data, delivery = build_pack(specs, values, boxes, pack_name(epoch, attempt, number), compressor)
         store.put(RunStore(store).pack_key(step, epoch, attempt, number), data)
         deliveries.append(delivery)
     progress: dict[str, Any] = {"step": step, "tokens": 10 * step}

@@ -58,6 +58,28 @@ def test_stock_zarr_lists_groups_and_their_members(folder: Path) -> None:
     assert sorted(name for name, _ in group["master"].arrays()) == ["layers.0.wq", "norm", "odd"]
 
 
+def test_stock_zarr_opens_groups_that_hold_arrays_and_groups_at_any_depth(tmp_path: Path) -> None:
+    """A script's state is nested as its author likes."""
+    names = [
+        "rng/rank-0/numpy/keys",
+        "rng/rank-0/torch",
+        "rng/rank-1/numpy/keys",
+        "rng/rank-1/torch",
+        "rng/seed",
+        "a",
+        "rng-b/x",
+    ]
+    specs = {name: ArraySpec(name=name, shape=(4,), dtype="float32", tile=(4,)) for name in names}
+    values = random_values(specs, 2)
+    run = RunStore(open_store(str(tmp_path / "run")))
+    save(run, values, step=10, epoch=run.take_epoch(owner={}), writers=1, specs=specs)
+    group = zarr.open_group(f"reference::{tmp_path / 'run' / step_folder(10) / VIEW}", mode="r")
+    for name in names:
+        assert bits(group[name], name) == values[name].tobytes()
+    assert sorted(name for name, _ in group["rng/rank-1"].members()) == ["numpy", "torch"]
+    assert sorted(name for name, _ in group["rng"].members()) == ["rank-0", "rank-1", "seed"]
+
+
 def test_our_view_shows_weights_as_the_numbers_they_are(folder: Path) -> None:
     group = open_zarr(str(folder / VIEW))
     shown = np.asarray(group["weights/layers.0.wq"][3:9, 1:])
