@@ -109,7 +109,8 @@ class LiveView:
         state, rows = self._state, Table.grid(padding=(0, 2))
         loss = "" if state.loss is None else f"loss {state.loss:.4f}"
         decision = state.last_decision
-        rows.add_row("layout", f"{state.layout}, attempt {state.attempt} ({state.phase})")
+        attempt = f"{state.layout}, attempt {state.attempt} " if state.attempt >= 0 else ""
+        rows.add_row("layout", f"{attempt}({state.phase})")
         if self._config.phases:
             rows.add_row("phase", f"{state.training_phase} of 0 to {len(self._config.phases)}")
         rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}{self._eta()}")
