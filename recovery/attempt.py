@@ -20,6 +20,8 @@ from recovery.heartbeat import Beat
 from recovery.messages import AgentHello, Exited
 from recovery.stragglers import Stragglers
 
+STOPS = (-signal.SIGINT, -signal.SIGTERM)
+
 
 @dataclass(slots=True, kw_only=True)
 class WorkerState:
@@ -151,6 +153,11 @@ class Attempt:
     def all_well(self) -> bool:
         """Whether every worker left with 0."""
         return all(worker.ended and worker.status == 0 for worker in self.workers.values())
+
+    def told_to_stop(self, t: float) -> bool:
+        """Whether none of the workers ended badly before `t` (wall clock), unless by a signal that asks for a stop."""
+        bad = (worker for worker in self.workers.values() if worker.ended and worker.status != 0)
+        return all(worker.status in STOPS or worker.t >= t for worker in bad)
 
     def dead(self) -> tuple[DeadWorker, ...]:
         """How they ended."""

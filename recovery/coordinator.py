@@ -186,7 +186,7 @@ class Coordinator:
 
     def _stopped(self) -> Ending:
         by = self.desk.journal.state.stop_by
-        return Ending(code=ExitCode.STOPPED, outcome="stopped", reason=f"stopped by {by}")
+        return Ending(code=ExitCode.STOPPED, outcome="stopped", reason=f"stopped on request: {by}")
 
     def _stop_asked(self) -> bool:
         return self.desk.control.stop
@@ -326,7 +326,8 @@ class Coordinator:
         desk, attempt = self.desk, self._handling.attempt
 
         def over() -> bool:
-            return attempt.all_well or attempt.in_trouble or Refused in desk.answers or desk.stop_overdue
+            over = attempt.all_well or desk.in_trouble or desk.stopped
+            return over or Refused in desk.answers or desk.stop_overdue
 
         while not self._handling.until_tick(over):
             if stalled := self._stalled(attempt):
@@ -335,7 +336,10 @@ class Coordinator:
             raise CannotStartError(f"the agent refused: {desk.answers.pop(Refused).reason}")
         if attempt.all_well:
             return self._left_well()
-        if attempt.in_trouble:
+        if desk.stopped:
+            self._handling.end_attempt()
+            return self._stopped()
+        if desk.in_trouble:
             return Trouble()
         return self._stop_overdue()
 

@@ -154,6 +154,11 @@ class Delegate(ABC):
         """Whether the workers that have left with 0 had nothing more to do (else they made way for another layout)."""
         return True
 
+    def ends_when_stopped(self) -> bool:
+        """Whether the workers know of a stop by a signal only, so that they may end in any way once one is asked for: that is
+        the stop, and no interruption. (Those that are to save first, and fail to, are interrupted.)"""
+        return False
+
     def makes_way(self) -> bool:
         """Whether the workers that have left with 0 did so by themselves, for an attempt of another kind that is to follow."""
         return False

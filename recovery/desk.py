@@ -6,6 +6,7 @@ Nothing here decides. A handler may be told the same thing twice (after the deat
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ from recovery.spec import CoordinatorSpec
 log = logging.getLogger(__name__)
 
 IMPATIENT_S = 1.0
+VOLLEY_S = 0.5  # who ends a whole job signals its processes one after the other, and not always us first
 
 
 class Desk:
@@ -63,6 +65,7 @@ class Desk:
         self.agent = self._agents(loop, spec)
         self.control = SetControl(stop=False, save=0)
         self.stop_asked: float | None = None
+        self._stop_t = math.inf  # the same on the wall clock, by which the ends of workers are told
         self.hurry = False
         self.ticks = 0
         """How often somebody has looked around."""
@@ -165,8 +168,8 @@ class Desk:
     def request_stop(self, by: str) -> None:
         """Finish the step, save, leave."""
         if self.stop_asked is None:
-            self.stop_asked = time.monotonic()
-            self._note(events.StopRequested(t=time.time(), by=by))
+            self.stop_asked, self._stop_t = time.monotonic(), time.time()
+            self._note(events.StopRequested(t=self._stop_t, by=by))
         self._set(replace(self.control, stop=True))
 
     def request_save(self) -> None:
@@ -193,6 +196,23 @@ class Desk:
         return self.attempt is not None and self.control.leave >= self.attempt.number
 
     @property
+    def in_trouble(self) -> bool:
+        """Whether some worker ended badly, or is about to, and no stop that was asked for explains it, nor may yet."""
+        attempt = self.attempt
+        if attempt is None or not attempt.in_trouble or not self._delegate.ends_when_stopped():
+            return attempt is not None and attempt.in_trouble
+        if self.stop_asked is None and attempt.told_to_stop(math.inf):
+            return time.monotonic() - attempt.changed > VOLLEY_S
+        return not attempt.told_to_stop(self._stop_t)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all workers have ended, not all of them well, because a stop was asked for: nothing is to be found out."""
+        attempt = self.attempt
+        ended = self.stop_asked is not None and attempt is not None and attempt.all_ended and not attempt.all_well
+        return ended and not self.in_trouble
+
+    @property
     def stop_overdue(self) -> bool:
         """Whether the workers have had their time to stop."""
         return self.hurry or (self.stop_asked is not None and time.monotonic() - self.stop_asked > self._stop_s)
@@ -216,7 +236,8 @@ class Desk:
                 return self.elastic.on_client(request)
             case kind:
                 return ClientReply(ok=False, error=f"unknown request {kind!r}; known: status, save, stop, {', '.join(KINDS)}")
-        return ClientReply(ok=True, data={"step": self.journal.state.step} if self.ours else {})
+        saves = not self._delegate.cannot_save()
+        return ClientReply(ok=True, data={"step": self.journal.state.step, "saves": saves} if self.ours else {})
 
     def status(self) -> dict[str, Any]:
         """The run as it stands, in plain JSON values."""

@@ -131,7 +131,11 @@ def _summary(report: Report) -> Iterator[str]:
     yield f"run {report.run_id}: {state}"
     finished = _count(report.steps_finished, "step")
     yield f"step {report.step}; {finished} finished, {report.steps_lost} of them lost and done again"
-    yield f"{report.tokens:,} tokens, loss {_number(report.loss)}, held-out loss {_number(report.eval_loss)}"
+    losses = (("loss", report.loss), ("held-out loss", report.eval_loss))
+    learnt = [f"{report.tokens:,} tokens"] if report.tokens else []
+    learnt += [f"{name} {value:.4f}" for name, value in losses if value is not None]
+    if learnt:
+        yield ", ".join(learnt)
     productive_s = report.buckets["productive"]
     yield f"effective time {report.effective_time:.1%} = {productive_s:.1f} s / {report.wall_s:.1f} s"
     yield f"  ({report.formula})"
@@ -215,10 +219,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _clock(t: float) -> str:

@@ -58,7 +58,10 @@ class Stragglers:
     def _judge(self, shares: dict[int, float], factor: float, most: int) -> Slowest | None:
         rank = max(shares, key=lambda it: shares[it])
         usual = statistics.median_low(shares.values())
-        ratio = shares[rank] / usual if usual > 0 else 1.0
+        if usual <= 0:  # ranks whose computing time nobody knows
+            self.slowest, self._row = None, (-1, 0)
+            return None
+        ratio = shares[rank] / usual
         windows = (self._row[1] if self._row[0] == rank else 0) + 1 if ratio >= factor else 0
         self._row = (rank, windows)
         self.slowest = Slowest(rank=rank, ratio=ratio, step_s=shares[rank], lasting=windows >= most)

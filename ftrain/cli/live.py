@@ -118,7 +118,9 @@ def stop(run_url: str, local_dir: str, as_json: bool) -> None:
       ftrain stop runs/demo
     """
     facts = ask(run_url, local_dir, "stop")
-    render.json(facts) if as_json else render.note("the run finishes its step, saves and ends")
+    script = "the script is told to leave, by SIGTERM if it does not use ftrain.progress"
+    what = script if facts.get("saves") is False else "the run finishes its step, saves and ends"
+    render.json(facts) if as_json else render.note(what)
 
 
 place_argument = click.argument("place")

@@ -60,24 +60,31 @@ def run(
             return
         from ftrain.compose import standing
         from ftrain.compose.checks import before_start
-        from ftrain.compose.launch import prepare
+        from ftrain.compose.launch import checked, write
 
-        folder = prepare(
+        launch = checked(
             config,
             accept_change=accept_change,
             origin=split_step(origin) if origin else None,
             take_over=take_over,
             command=again(config_path, overrides, accept_change=accept_change, origin=origin),
         )
-        if origin and not launched_from(folder):
+        if origin and not launch.origin_url:
             render.note(f"--from has no effect: this run has a checkpoint of its own and goes on from it, not from {origin}")
-        done = standing.finished_step(config)
-        if done is not None:
-            render.note(f"the run is finished: step {done} of {config.run.steps} is in storage; more run.steps go on with it")
+        if (done := standing.finished_step(config)) is not None:
+            render.note(nothing_to_do(done, config.run.steps))
             return
+        folder = write(launch, config)
         for warning in (*before_start(config), *standing.reminders(config)):
             render.note(warning)
     sys.exit(run_supervised(folder))
+
+
+def nothing_to_do(done: int, steps: int) -> str:
+    """What is said of a run that has done as many steps as are wanted, or more."""
+    if done == steps:
+        return f"the run is finished: step {done} of {steps} is in storage; more run.steps go on with it"
+    return f"there is nothing to do: step {done} of {steps} is in storage already; more run.steps go on with it"
 
 
 def show_plan(config: object, *, as_json: bool) -> None:
@@ -132,15 +139,6 @@ def again(config_path: str, overrides: Sequence[str], *, accept_change: bool, or
     words = ["ftrain", "run", config_path, *(word for value in overrides for word in ("--set", value))]
     words += ["--accept-change"] if accept_change else []
     return shlex.join([*words, *(("--from", origin) if origin else ())])
-
-
-def launched_from(folder: Path) -> bool:
-    """Whether the launch that was just written begins from another run's checkpoint."""
-    import msgspec
-
-    from ftrain.compose.args import Launch
-
-    return bool(msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch).origin_url)
 
 
 def split_step(text: str) -> tuple[str, int | None]:

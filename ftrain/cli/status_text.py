@@ -9,6 +9,7 @@ from typing import Any
 from ftrain.units import format_count, format_seconds, plural
 
 SHOWN_RANKS = 32
+OUTPUT = "output"  # the phase of a rank of which no more is known than that it writes
 
 
 def lines(facts: Mapping[str, Any], run_url: str) -> list[str]:
@@ -26,7 +27,8 @@ def _progress(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     of = f" of {run['steps']}" if run.get("steps") else ""
     left = f", ETA {format_seconds(run['eta_s'])}" if run.get("eta_s") else ""
     loss = _told(", loss", facts.get("loss"), ".4f") + _told(", held-out loss", facts.get("eval_loss"), ".4f")
-    yield "step", f"{facts['step']}{of}{left}{loss}" + _told(", lr", run.get("lr"), ".3g")
+    if facts["step"] or not _is_script(facts):  # a script may tell none
+        yield "step", f"{facts['step']}{of}{left}{loss}" + _told(", lr", run.get("lr"), ".3g")
     if run.get("step_s"):
         rate = _told(", tokens/s:", run.get("tokens_per_s"), ",.0f")
         yield "speed", f"{format_seconds(run['step_s'])} a step{rate}" + (f"; {run['speed']}" if run.get("speed") else "")
@@ -34,6 +36,11 @@ def _progress(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if run.get("phases"):
         then = f"; the next begins after step {run['next_phase_step']}" if run["next_phase_step"] is not None else ""
         yield "phase", f"{run['phase']} of 0 to {run['phases'] - 1}, {format_count(run['tokens_read'])} tokens read{then}"
+
+
+def _is_script(facts: Mapping[str, Any]) -> bool:
+    """Whether it is a supervised command, whose state is its own affair."""
+    return "command" in (facts.get("run") or {})
 
 
 def _told(name: str, value: float | None, how: str) -> str:
@@ -44,14 +51,15 @@ def _saved(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Where the state lies, by tier."""
     run = facts.get("run") or {}
     tiers = {
-        "memory": facts.get("snapshot_step"),
+        "memory": None if _is_script(facts) else facts.get("snapshot_step"),
         "another node's memory": run.get("peer_step"),
         "local disk": run.get("local_step"),
         "storage": facts.get("committed_step"),
         "mirror": run.get("mirror_step"),
     }
     held = [f"step {step} in {tier}" for tier, step in tiers.items() if step is not None]
-    yield "saved", ", ".join(held) or "nothing yet"
+    if held or not _is_script(facts):
+        yield "saved", ", ".join(held) or "nothing yet"
 
 
 def _trouble(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -98,4 +106,6 @@ def _rank(it: Mapping[str, Any]) -> str:
         return f"pid {it['pid']} ended: {exit_text(it['status'])}"
     if "phase" not in it:
         return f"pid {it['pid']}, has told nothing yet" if it["pid"] else "is being started"
+    if not it["step"] and it["phase"] == OUTPUT:
+        return f"pid {it['pid']}, wrote something {format_seconds(it['age_s'])} ago"
     return f"pid {it['pid']}, step {it['step']}, in {it['phase']}, {format_seconds(it['age_s'])} ago"

@@ -159,14 +159,14 @@ class Echo:
 
         self._folder, self._several_nodes = folder, several_nodes
         self._ledger = LedgerTail(folder / "ledger")
-        self._position = 0
+        self._position, self._stopping = 0, False
         self._log: Path | None = None
 
     def tick(self) -> None:
         """Show what is new."""
         from ftrain.cli.live_view import sentence
         from ftrain.compose.nodes import node_dir
-        from ftrain.view.script import attempt_line
+        from ftrain.view.script import after_stop, attempt_line
         from recovery import events, paths
 
         self._copy()
@@ -176,7 +176,8 @@ class Echo:
                 self._log, self._position = paths.rank_log(folder, event.attempt, 0), 0
                 line = attempt_line(event)
             else:
-                line = sentence(event)
+                self._stopping = self._stopping or isinstance(event, events.StopRequested)
+                line = (self._stopping and after_stop(event)) or sentence(event)
             if line and not isinstance(event, events.Ready):
                 render.note(f"ftrain: {line}")
         self._copy()

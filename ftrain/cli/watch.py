@@ -190,7 +190,7 @@ class Screen:
             ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (bars.done(state.step, self._steps), "green"), eta)),
             ("loss", Text.assemble("-  " if state.loss is None else f"{state.loss:.4f}  ", (bars.curve(self._losses), "cyan"))),
             ("speed", Text.assemble(f"{self._speed.text()}  ", (bars.curve(list(self._rates)), "cyan"))),
-            ("tokens", Text(format_count(state.tokens))),
+            *([("tokens", Text(format_count(state.tokens)))] if state.tokens or not self._script else []),
             ("checkpoint", Text(self._checkpoint())),
         ]
         if report is not None:
@@ -207,7 +207,7 @@ class Screen:
 
     def _checkpoint(self) -> str:
         storage = f"step {self._saved.step} ({format_bytes(self._saved.nbytes)})" if self._saved else "none yet"
-        return f"storage: {storage}; memory: step {self._state.snapshot_step}"
+        return f"storage: {storage}" + ("" if self._script else f"; memory: step {self._state.snapshot_step}")
 
     def _books(self) -> Report | None:
         """The report so far, made now and then: a long ledger takes a while to close."""

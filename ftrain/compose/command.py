@@ -308,6 +308,10 @@ class CommandDelegate(Delegate):
         """Whether ranks that left with 0 were done: unless they made way for another choice of nodes."""
         return not self._leave.left(self._step)
 
+    def ends_when_stopped(self) -> bool:
+        """A script without ftrain.progress knows nothing of a stop; any other is ended too when it does not heed it."""
+        return self._terminated or not self._speaks
+
     def finished(self) -> bool:
         """All ranks have left with 0, so it has: unless it was asked to stop."""
         return not self._stop_asked

@@ -43,6 +43,22 @@ def prepare(
 ) -> Path:
     """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
 
+    Raises what `checked` raises.
+    """
+    launch = checked(config, accept_change=accept_change, origin=origin, take_over=take_over, command=command)
+    return write(launch, config)
+
+
+def checked(
+    config: Config,
+    *,
+    accept_change: bool,
+    origin: tuple[str, int | None] | None,
+    take_over: bool,
+    command: str = "",
+) -> Launch:
+    """What the coordinator is to read, once everything that can be checked is; nothing of an earlier start is overwritten.
+
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     config = with_absolute_url(config)
@@ -61,9 +77,8 @@ def prepare(
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
     check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
-    folder = local_dir(config)
-    _check_local(folder, fingerprint(config), take_over=take_over)
-    launch = Launch(
+    _check_local(local_dir(config), fingerprint(config), take_over=take_over)
+    return Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
         changes=list(found.recorded()),
@@ -72,6 +87,12 @@ def prepare(
         take_over=take_over,
         command=command,
     )
+
+
+def write(launch: Launch, config: Config) -> Path:
+    """Leave it where the coordinator reads it; returns the run's local folder."""
+    config = with_absolute_url(config)
+    folder = local_dir(config)
     _write(folder / "launch.json", launch)
     _write(folder / "config.json", launch.config)
     _write(folder / "keeper.json", keeper_args(config, folder))

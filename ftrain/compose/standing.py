@@ -73,21 +73,23 @@ def reminders(config: Config) -> Iterator[str]:
 def finished_step(config: Config) -> int | None:
     """The step of the last checkpoint of a run that has nothing left to do, else None.
 
-    Its ledger ends with it finished, storage holds a checkpoint of the config's last step (or of a later one) that verifies (of
-    one above 2 GiB so much of it) and has passed over all data that it is to, and no copy of it is wanted elsewhere that could
-    still be missing. A damaged one is not the end: the start passes it over, and does its steps again.
+    Its ledger ends with it finished (or, where fewer steps are wanted now than it has done, in any way), storage holds a
+    checkpoint of the config's last step (or of a later one) that verifies (of one above 2 GiB so much of it) and has passed
+    over all data that it is to, and no copy of it is wanted elsewhere that could still be missing. A damaged one is not the
+    end: the start passes it over, and does its steps again.
     """
     if config.checkpoint.mirror_url:
         return None
     try:
         state = fold(read_ledger(config.run.url, config.run.local_dir))
-        if state.outcome != "finished":
+        if not state.outcome:
             return None
         store = open_configured(config.storage, config.run.url)
         try:
             last = RunStore(store).open(tainted=False)
             seen = missed(ranges(config, ()), last.step, last.progress)
-            if last.step < config.run.steps or last.passed_over or seen is not None:
+            least = config.run.steps + (state.outcome != "finished")
+            if last.step < least or last.passed_over or seen is not None:
                 return None
             nbytes = sum(pack.nbytes for pack in last.manifest.packs)
             return last.step if last.verify(sample=min(1.0, READ_BYTES / max(1, nbytes))).ok else None

@@ -97,13 +97,13 @@ def _head(run: Recorded) -> str:
     state = report.outcome or report.phase
     reason = f": {report.outcome_reason}" if report.outcome_reason else ""
     unplanned = sum(not row.planned for row in report.interruptions)
+    losses = {"loss": report.loss, "held-out loss": report.eval_loss}
     cards = {
         "step": f"{report.step:,}",
         "effective time": f"{100 * report.effective_time:.1f} %",
         "since the first launch": format_seconds(report.wall_s),
-        "loss": show(report.loss, ""),
-        "held-out loss": show(report.eval_loss, ""),
-        "tokens": format_count(report.tokens),
+        **{name: show(value, "") for name, value in losses.items() if value is not None},
+        **({"tokens": format_count(report.tokens)} if report.tokens else {}),
         "interruptions": f"{len(report.interruptions)} ({unplanned} unplanned)",
         "steps done again": f"{report.steps_lost:,}",
         "checkpoints": f"{report.checkpoints.committed:,}",

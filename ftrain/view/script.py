@@ -8,14 +8,15 @@ be wrong where "not known" is right.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from msgspec import Struct
 
 from ftrain.units import format_seconds, plural
 from ftrain.view.record import Recorded
-from recovery.events import AttemptStarted, Event, RunStarted
+from recovery.events import AttemptEnded, AttemptStarted, Event, ProcessDied, RunStarted, StopRequested
+from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
 from recovery.report_text import table
 
@@ -42,12 +43,12 @@ class Script(Struct, frozen=True, kw_only=True):
     attempts: tuple[Ran, ...]
 
 
-def script(run: Recorded, events: Iterable[Event]) -> Script | None:
+def script(run: Recorded, events: Sequence[Event]) -> Script | None:
     """None if it is a run of a config."""
     words = command_of(events)
     if not words:
         return None
-    rows = {row.attempt: row for row in run.report.attempts}
+    rows, stopped = {row.attempt: row for row in run.report.attempts}, _stopped(events)
     ran = tuple(
         Ran(
             attempt=span.attempt,
@@ -55,7 +56,7 @@ def script(run: Recorded, events: Iterable[Event]) -> Script | None:
             started_t=span.start,
             ran_s=span.end - span.start,
             steps=rows[span.attempt].steps,
-            ended_by=rows[span.attempt].ended_by,
+            ended_by=rows[span.attempt].ended_by or stopped.get(span.attempt, ""),
         )
         for span in run.attempts
     )
@@ -67,6 +68,20 @@ def script(run: Recorded, events: Iterable[Event]) -> Script | None:
     )
 
 
+def _stopped(events: Iterable[Event]) -> dict[int, str]:
+    """Attempt -> its end, of those during which a stop was asked for. (One that a scheduler wanted has its own verdict.)"""
+    asked, found = False, {}
+    for event in events:
+        match event:
+            case AttemptStarted() | RunStarted(readopted=False):
+                asked = False
+            case StopRequested():
+                asked = True
+            case AttemptEnded() if asked:
+                found[event.attempt] = "user_interrupt"
+    return found
+
+
 def command_of(events: Iterable[Event]) -> list[str]:
     """The words of a supervised command; none of a run of a config."""
     started = next((event for event in events if isinstance(event, RunStarted)), None)
@@ -76,6 +91,16 @@ def command_of(events: Iterable[Event]) -> list[str]:
 def attempt_line(event: AttemptStarted) -> str:
     """That an attempt of a script begins. (Where its state is from, the script knows.)"""
     return f"attempt {event.attempt}: {plural(event.ranks, 'process')} ({event.layout})"
+
+
+def after_stop(event: Event) -> str:
+    """What is said of a script, and not of a run of a config, once it is asked to stop; nothing of other events."""
+    match event:
+        case StopRequested():
+            return f"stop requested by {event.by}: the script is told to leave, by SIGTERM if it does not use ftrain.progress"
+        case ProcessDied(kind="worker", ours=False):
+            return f"rank {event.rank} (pid {event.pid}) has left after that: {exit_text(event.status)}"
+    return ""
 
 
 def lines(found: Script, run: Recorded) -> list[str]:

@@ -16,6 +16,7 @@ from recovery.events import (
     InterruptionClassified,
     RunEnded,
     StepFinished,
+    StopRequested,
     Suspected,
     steps_of,
 )
@@ -111,6 +112,34 @@ def test_a_script_that_does_not_see_a_stop_is_terminated(tmp_path: Path) -> None
         run.process.send_signal(signal.SIGTERM)
         code, _, err = run.wait()
     assert code == 75, err
+
+
+LEAVES_BADLY = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(3 if rank else 0))
+for step in range(1, 10**9):
+    print(f"step {step}", flush=True)
+    if step == 3 and rank and "crash" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+"""
+
+
+def test_workers_that_end_in_any_way_after_a_stop_are_the_stop_and_a_crash_before_it_is_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEAVES_BADLY)
+    words = ("--nproc", "2", "--progress-pattern", r"step (\d+)", *python("train.py", "crash"))
+    with supervised(tmp_path, *words) as run:
+        run.wait_event(StepFinished, lambda event: event.attempt == 1)
+        run.process.send_signal(signal.SIGINT)
+        code, _, err = run.wait()
+    assert code == 75, err
+    assert [event.attempt for event in run.events(InterruptionClassified)] == [0]
+    assert len(run.events(StopRequested)) == 1
+    assert "stopped on request: SIGINT" in err
+    assert "saving" not in err
+    report = ftrain_json("report", run.url)
+    assert [row["ended_by"] for row in report["script"]["attempts"]][1:] == ["user_interrupt"]
 
 
 def test_every_process_has_what_torchrun_would_tell_it(tmp_path: Path) -> None:

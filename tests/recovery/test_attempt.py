@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+from msgspec.structs import replace
 
 from recovery.attempt import Attempt
 from recovery.codes import ExitCode
@@ -47,6 +48,16 @@ def test_well_in_trouble_or_on_the_way():
     attempt.exited(exited(1, None))
     assert attempt.in_trouble
     assert not attempt.all_well
+
+
+@pytest.mark.parametrize(
+    ("status", "t", "stop"),
+    [(1, 11.0, True), (1, 9.0, False), (-signal.SIGTERM, 9.9, True), (-signal.SIGKILL, 9.0, False), (0, 9.0, True)],
+)
+def test_only_what_ends_after_a_stop_or_by_its_signal_can_be_the_stop(status: int, t: float, stop: bool) -> None:
+    attempt = Attempt.of(4, range(2))
+    attempt.exited(replace(exited(0, status), t=t))
+    assert attempt.told_to_stop(10.0) is stop
 
 
 def test_a_worker_that_says_it_fails_is_trouble_before_it_has_ended():

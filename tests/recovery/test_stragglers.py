@@ -45,3 +45,10 @@ def test_of_two_ranks_the_faster_is_the_yardstick() -> None:
 def test_a_rank_alone_is_never_slow() -> None:
     watch, told = windows(*[(0.1,)] * 5)
     assert (watch.slowest, told) == (None, [])
+
+
+def test_of_ranks_whose_computing_time_nobody_knows_none_is_the_slowest() -> None:
+    watch = Stragglers()
+    for step in (1, 1 + WINDOW_STEPS):
+        assert watch.see([Beat(rank=rank, attempt=0, step=step, phase="step") for rank in (0, 1)]) is None
+    assert watch.slowest is None

@@ -89,6 +89,14 @@ def test_of_many_ranks_only_those_that_stand_out_are_listed() -> None:
     assert "63 that told of themselves" in said
 
 
-def test_a_run_of_a_script_has_no_steps_of_ours() -> None:
-    said = told(run={}, step=0, loss=None, snapshot_step=None, committed_step=None, layout="")
-    assert "saved         nothing yet" in said
+def test_of_a_script_nothing_is_said_that_it_has_not_told() -> None:
+    workers = {"0": {"pid": 9, "ended": False, "status": None, "step": 0, "phase": "output", "age_s": 2.0}}
+    run = {"command": ["python", "my.py"], "nproc": 1, "logs": "somewhere"}
+    said = told(
+        run=run, step=0, loss=None, snapshot_step=0, committed_step=None, layout="1 process", places=[], workers=workers
+    )
+    assert said.splitlines() == [
+        "run           running: attempt 1 (1 before it), 1 process",
+        "rank 0        pid 9, wrote something 2.0 s ago",
+    ]
+    assert "saved         step 26 in storage" in told(run=run, snapshot_step=0)  # one that uses ftrain.Checkpointer

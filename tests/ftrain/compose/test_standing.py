@@ -12,7 +12,7 @@ from recovery.events import Event, PlaceLost, PlaceReturned
 from storage.objects import open_store
 from storage.run import RunStore
 from tests.commands import ftrain
-from tests.ledgers import T0, Story, config
+from tests.ledgers import BASE, T0, Story, config
 from tests.storage.building import SPECS, random_values, save
 
 
@@ -70,6 +70,7 @@ def past(folder: Path, *, outcome: str = "finished", step: int = 100) -> None:
         ("finished", 100, ('checkpoint.mirror_url="elsewhere"',), None),  # a copy may still be owed
         ("finished", 100, ("data.skip=[{first=40, last=41}]",), None),  # its state has read what it is now to pass over
         ("stopped", 100, (), None),
+        ("stopped", 100, ("run.steps=90",), 100),  # there is nothing left to do, whatever ended it
         ("finished", 90, (), None),
     ],
 )
@@ -101,10 +102,22 @@ def test_a_finished_run_started_again_forks_nothing(tmp_path: Path) -> None:
     past(tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run/local").rglob("*"))
     path = tmp_path / "my.toml"
-    from tests.ledgers import BASE
-
     path.write_text(BASE.replace("runs/a", str(tmp_path / "run")).replace("vocab = 512", "vocab = 257"))
     done = ftrain("run", str(path))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "the run is finished: step 100 of 100" in done.stderr
     assert not [name for name in {path.name for path in (tmp_path / "run/local").rglob("*")} - set(before) if "log" in name]
+
+
+def test_a_stopped_run_that_is_past_the_steps_now_wanted_is_told_so_and_left_as_it_is(tmp_path: Path) -> None:
+    past(tmp_path / "run", outcome="stopped")
+    (tmp_path / "run/local/launch.json").write_text("as it was")
+    path = tmp_path / "my.toml"
+    path.write_text(BASE.replace("runs/a", str(tmp_path / "run")).replace("vocab = 512", "vocab = 257"))
+    ledger = (tmp_path / "run/local/ledger/e0000-000000.jsonl").read_bytes()
+    done = ftrain("run", str(path), "--set", "run.steps=90")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "step 100 of 90 is in storage already; more run.steps go on with it" in done.stderr
+    assert (tmp_path / "run/local/launch.json").read_text() == "as it was"
+    assert (tmp_path / "run/local/ledger/e0000-000000.jsonl").read_bytes() == ledger
+    assert not (tmp_path / "run/local/logs").exists()

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
+from ftrain.view.html import page
 from ftrain.view.record import recorded
-from ftrain.view.script import Script, lines, script
+from ftrain.view.script import Script, after_stop, lines, script
+from recovery.events import AttemptEnded, Event, ProcessDied, StopRequested
 from tests.ledgers import Story, config
 
 
@@ -52,3 +54,27 @@ def test_with_progress_there_are_steps_and_effective_time_and_still_no_word_on_t
 def test_a_run_of_a_config_is_no_script() -> None:
     made = Story(config()).start().steps(3).end()
     assert script(recorded("runs/a", made.events), made.events) is None
+
+
+def test_what_a_script_does_not_tell_is_left_out_of_report_and_page() -> None:
+    made = story().start().steps(3, tokens=0).end()
+    text = told(made)[1]
+    assert "loss 3.0000" in text
+    for wrong in ("tokens", "held-out", "loss -"):
+        assert wrong not in text, wrong
+    assert "held-out loss</span>" not in page(recorded("runs/script", made.events))
+    assert "tokens</span>" not in page(recorded("runs/script", made.events))
+
+
+def test_an_attempt_that_a_person_ended_says_so_and_one_that_died_before_does_not() -> None:
+    made = story().start().steps(3).die(class_="host_oom").start().steps(2)
+    stop = StopRequested(t=made.t, by="SIGINT")
+    left = ProcessDied(t=made.t, attempt=1, kind="worker", pid=7, status=1, rank=0)
+    made.events += [stop, left, AttemptEnded(t=made.t, attempt=1, step=5)]
+    found, _ = told(made.end("stopped"))
+    assert [row.ended_by for row in found.attempts] == ["host_oom", "user_interrupt"]
+    said = [after_stop(event) for event in (stop, left, Event(t=0.0))]
+    assert said[0].startswith("stop requested by SIGINT")
+    assert "sav" not in said[0]
+    assert "died" not in said[1]
+    assert said[2] == ""
