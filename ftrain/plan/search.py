@@ -53,8 +53,8 @@ class Found:
 
 
 def search(setup: Setup) -> Found:
-    """Every legal layout of the setup's ranks: tp within a server, any pp, the config's cp, micro-batches of 1, 2 or 4; with
-    experts also any ep."""
+    """Every legal layout of the setup's ranks: tp within a server, any pp, the config's cp, micro-batches of 1, 2, 4 or the
+    config's; with experts also any ep. The config's own layout is among them, whatever it is."""
     dropped: Counter[str] = Counter()
     fitting: list[Candidate] = []
     tried = 0
@@ -71,11 +71,29 @@ def search(setup: Setup) -> Found:
 
 
 def _layouts(setup: Setup) -> Iterator[Setup]:
-    """Candidates, legal or not, in a fixed order."""
+    """Candidates, legal or not, in a fixed order; the config's own comes last, unless it was among the others."""
+    own, met = _identity(setup), False
+    for option in _enumerated(setup):
+        met = met or _identity(option) == own
+        yield option
+    if not met:
+        yield setup
+
+
+def _identity(setup: Setup) -> tuple[object, ...]:
+    """What tells one candidate from another; without a pipeline there is no schedule."""
+    parallel, options = setup.config.parallel, setup.options
+    pipeline = (options.schedule, setup.chunks, parallel.layer_counts) if setup.mesh.pp > 1 else ()
+    return (setup.mesh, setup.config.batch.micro_batch, *pipeline)
+
+
+def _enumerated(setup: Setup) -> Iterator[Setup]:
+    """The candidates that do not ask what the config's own layout is, except for its cp and its micro-batch."""
     world, gpus, cp = setup.config.parallel.ranks, setup.profile.server.gpus, setup.config.parallel.cp
+    micros = sorted({1, 2, 4, setup.config.batch.micro_batch})
     for tp in _divisors(gpus):
         for pp in [n for n in _divisors(world // (tp * cp)) if world % (tp * cp) == 0 and n <= setup.config.model.layers]:
-            for micro, ep in product((1, 2, 4), _expert_cuts(setup.config, world // (tp * pp))):
+            for micro, ep in product(micros, _expert_cuts(setup.config, world // (tp * pp))):
                 config = _with(setup.config, tp=tp, pp=pp, micro=micro, ep=ep)
                 cut = replace(setup, config=config)
                 for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)) if pp > 1 else (("1f1b", 1),):
@@ -208,15 +226,21 @@ def _row(candidate: Candidate) -> tuple[Value, ...]:
 
 def _asked(setup: Setup, found: Found) -> tuple[str, ...]:
     """Where the config's own layout stands, and what would be better; recompute is what it needs to fit, as of all others."""
-    mesh, options, micro = setup.mesh, setup.options, setup.config.batch.micro_batch
+    own, options = f"the config's own layout, {layout(setup.mesh)}", setup.options
     for place, candidate in enumerate(found.fitting):
         tried = candidate.setup
-        if (tried.mesh, tried.options.schedule, tried.config.batch.micro_batch) == (mesh, options.schedule, micro):
+        if _identity(tried) == _identity(setup):
             behind = found.fitting[0].tokens_per_s / candidate.tokens_per_s - 1
             other = f" with recompute {tried.options.recompute}" * (tried.options.recompute != options.recompute)
-            return (f"the config's own layout, {layout(mesh)}, is number {place + 1} of {len(found.fitting)}{other}: "
+            return (f"{own}, is number {place + 1} of {len(found.fitting)}{other}: "
                     f"{100 * behind:.0f} % behind the fastest; {sentence(candidate)}",)  # fmt: skip
-    return (f"the config's own layout, {layout(mesh)}, is not among those that fit",)
+    reason = _illegal(setup)
+    if reason:
+        return (f"{own}, was not tried any further, since it is not legal: {reason}",)
+    worst = max(memory.heaviest_ranks(setup.with_recompute("full")), key=lambda rank: rank.total)
+    need = f"pipeline rank {worst.pp} needs {size(worst.total, digits=1)} of {size(setup.profile.memory_bytes)}"
+    micro = plural(setup.config.batch.micro_batch, "sequence")
+    return (f"{own}, does not fit: with micro-batches of {micro} {need} even with recompute full",)
 
 
 def sweep(setup: Setup) -> Answer:

@@ -26,7 +26,7 @@ QUICK = ("dense", "experts", "cp")
 
 def told(candidate: search.Candidate) -> tuple[Any, ...]:
     setup = candidate.setup
-    return (setup.mesh, setup.config.batch.micro_batch, setup.options.schedule, setup.options.recompute)
+    return (*search._identity(setup), setup.options.schedule, setup.options.recompute)
 
 
 def exhaustive(setup: Setup) -> list[search.Candidate]:
@@ -62,3 +62,37 @@ def test_the_ranking_is_that_of_every_layout_asked_by_itself(case: str, monkeypa
         assert candidate.peak == pytest.approx(other.peak, rel=1e-9)
     rates = [alone[told(candidate)].tokens_per_s for candidate in found]
     assert all(first >= second * (1 - 1e-8) for first, second in pairwise(rates))
+
+
+OWN = {
+    "a micro-batch of its own": ("TP2 x CP1 x PP1 x DP32 = 64, is number", ("batch.micro_batch=8",)),
+    "virtual stages of its own": (
+        "TP2 x CP1 x PP4 x DP8 = 64, is number",
+        ("parallel.pp=4", "parallel.schedule=interleaved", "parallel.virtual_stages=4"),
+    ),
+    "another schedule": ("TP2 x CP1 x PP2 x DP16 = 64, is number", ("parallel.pp=2", "parallel.schedule=gpipe")),
+    "cuts of its own": ("TP2 x CP1 x PP2 x DP16 = 64, is number", ("parallel.pp=2", "parallel.layer_counts=[17, 15]")),
+    "too large": (
+        "TP2 x CP1 x PP1 x DP32 = 64, does not fit: with micro-batches of 16 sequences pipeline rank 0 needs",
+        ("batch.micro_batch=16",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_the_config_s_own_layout_is_always_tried_and_why_it_does_not_fit_is_said(case: str) -> None:
+    """It was one of micro-batches of 1, 2 and 4 and three schedules, or "not among those that fit"."""
+    said, overrides = OWN[case]
+    config = load(str(ROOT / "configs" / "llama3-8b.toml"), ("parallel.tp=2", *overrides))
+    setup = Setup(config=config, profile=profile.load("h100"), options=options_of(config))
+    (note,) = search.answer(setup).sections[-1].notes
+    assert said in note
+    tried = [search._identity(option) for option in search._layouts(setup)]
+    assert tried.count(search._identity(setup)) == 1
+
+
+def test_an_own_layout_that_is_not_legal_is_told_apart() -> None:
+    config = load(str(ROOT / "configs" / "llama3-8b.toml"), ("parallel.tp=2", "parallel.pp=4", "batch.micro_batch=8"))
+    asked = options_of(config, schedule="interleaved", chunks=16)
+    (note,) = search.answer(Setup(config=config, profile=profile.load("h100"), options=asked)).sections[-1].notes
+    assert "is not legal: interleaved: at least one layer for each virtual stage" in note
