@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ftrain.config import Config
     from ftrain.plan.figure import Answer
 
-ADDED = {"predicted_days": "days", "days_with_failures": "days"}
-"""Figures of the phases that add up to one of the whole run, and their unit."""
+ADDED = ("predicted_days", "days_with_failures")
+"""Figures of the phases that add up to one of the whole run, in days."""
 
 
 def each_phase(asked: Asked, command: Callable[[Asked], None]) -> None:
@@ -69,13 +69,14 @@ def _show(asked: Asked, found: list[tuple[str, Answer]]) -> None:
 
 def _show_text(asked: Asked, found: list[tuple[str, Answer]], totals: dict[str, float]) -> None:
     from ftrain.cli.plan_text import show_text
+    from ftrain.plan.figure import days
 
     for title, answer in found:
         render.data(f"== {title}")
         show_text(answer, explain=asked.explain)
         render.data("")
     for name, total in totals.items():
-        render.data(f"all phases, {name.replace('_', ' ')}: {total:.1f} {ADDED[name]}")
+        render.data(f"all phases, {name.replace('_', ' ')}: {days(total)}")
 
 
 def _total(name: str, answers: list[Answer]) -> float | None:

@@ -206,6 +206,17 @@ def duration(key: str, label: str, *, value: float, why: Why) -> Figure:
     return Figure(key=key, label=label, value=value, text=seconds(value), why=why)
 
 
+def in_days(key: str, label: str, *, value: float, why: Why) -> Figure:
+    """A figure in days, printed in a unit that fits."""
+    return Figure(key=key, label=label, value=value, text=days(value), why=why)
+
+
+def in_years(key: str, label: str, *, value: float, why: Why) -> Figure:
+    """A figure in years: whole ones where they are many, else printed in a unit that fits."""
+    text = f"{decimal(value, digits=0)} years" if value >= 10 else seconds(value * _TIMES[0][0])
+    return Figure(key=key, label=label, value=value, text=text, why=why)
+
+
 def said(key: str, label: str, *, text: str, why: Why) -> Figure:
     """A figure that is a word."""
     return Figure(key=key, label=label, value=text, text=text, why=why)
@@ -227,6 +238,11 @@ def seconds(value: float) -> str:
         if value >= scale:
             return f"{significant(value / scale)} {unit}"
     return f"{significant(value * 1e6)} us"
+
+
+def days(value: float) -> str:
+    """A time given in days; in hours, minutes or seconds where it is less than one: a laptop's run is not 0.0 days."""
+    return f"{decimal(value, digits=1)} days" if value >= 1 else seconds(value * 86_400)
 
 
 def significant(value: float, digits: int = 3) -> str:

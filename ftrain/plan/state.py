@@ -12,7 +12,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ftrain.parallel.shape import MeshShape
-from ftrain.plan.figure import Figure, Section, Table, Value, nbytes, number, percent, said, size, why
+from ftrain.plan.figure import Figure, Section, Table, Value, Why, decimal, nbytes, number, percent, said, size, why
 from ftrain.plan.setup import DOC_A, DOC_B, MEGATRON_MEMORY, ZERO, Setup, layout
 
 WEIGHT, GRADIENT, MASTER, MOMENTS = 2, 4, 4, 8
@@ -111,8 +111,7 @@ def per_card(setup: Setup) -> Section:
             number("optimizer_divisor", "optimizer records divided by DP x CP", value=d,
                    why=why("dp x cp: context parallel ranks hold the same weights", "Megatron intra_dp_cp_group",
                            dp=mesh.dp, cp=mesh.cp)),
-            number("local_params", "parameters of a card", value=local / 10**9, unit="B",
-                   why=why(cut, DOC_A, **given)),
+            _local_params(local, why=why(cut, DOC_A, **given)),
             nbytes("state_unsharded", "state with nothing sharded over replicas", value=local * STATE,
                    why=why(f"{cut} x 18 B", DOC_A, **given)),
             number("bytes_per_param", f"bytes a parameter, {setup.options.sharding}", value=per_param, unit="B",
@@ -128,6 +127,14 @@ def per_card(setup: Setup) -> Section:
         tables=_state_tables(setup),
         notes=_denominator_note(mesh),
     )  # fmt: skip
+
+
+def _local_params(local: Fraction, *, why: Why) -> Figure:
+    """In billions, where it is one or more; a small model's are counted out, for 0.0009 B reads like bytes."""
+    label = "parameters of a card"
+    if local >= 10**9:
+        return number("local_params", f"{label} (B: billion)", value=local / 10**9, unit="B", why=why)
+    return Figure(key="local_params", label=label, value=local / 10**9, text=decimal(local, digits=0), why=why)
 
 
 def _parts(setup: Setup) -> tuple[Fraction, Fraction]:

@@ -16,7 +16,21 @@ import msgspec
 
 from ftrain.plan import checkpoint, cost, memory, state
 from ftrain.plan.activations import working_bytes
-from ftrain.plan.figure import Answer, Figure, Section, Table, duration, number, percent, said, seconds, why
+from ftrain.plan.figure import (
+    Answer,
+    Figure,
+    Section,
+    Table,
+    duration,
+    in_days,
+    in_years,
+    number,
+    percent,
+    said,
+    seconds,
+    significant,
+    why,
+)
 from ftrain.plan.params import largest
 from ftrain.plan.schedule import bubble_of_compute, idle_of_compute
 from ftrain.plan.setup import DOC_A, DOC_B, Setup, layout
@@ -138,7 +152,7 @@ def answer(setup: Setup, work: Work, *, other: Setup | None = None) -> Answer:
     if work.achieved_tflops:
         sections.append(_days(setup, operations, work.achieved_tflops * 1e12, work.effective))
     if setup.profile.peak_flops:
-        sections.append(_predicted(setup, tokens, work.effective))
+        sections.append(_predicted(setup, tokens, work))
         if other is not None:
             sections.append(_beside(setup, other))
     return Answer(
@@ -263,11 +277,11 @@ def _days(setup: Setup, operations: float, achieved: float, effective: float) ->
     world, peak = setup.mesh.world, setup.profile.peak_flops
     alone, together = operations / achieved, operations / (achieved * world * effective)
     figures = [
-        number("years_on_one", "on one GPU", value=alone / YEAR, unit="years", digits=0,
+        in_years("years_on_one", "on one GPU", value=alone / YEAR,
                why=why("FLOP / rate / seconds of a year", DOC_B, flop=operations, rate=achieved)),
-        number("days", f"on {plural(world, 'GPU')}, {'compute only' if effective == 1 else 'effective time included'}",
-               value=together / 86400, unit="days", digits=1,
-               why=why("FLOP / (rate x GPUs x effective) / 86400", DOC_B, effective=effective)),
+        in_days("days", f"on {plural(world, 'GPU')}, {'compute only' if effective == 1 else 'effective time included'}",
+                 value=together / 86400,
+                 why=why("FLOP / (rate x GPUs x effective) / 86400", DOC_B, effective=effective)),
     ]  # fmt: skip
     if peak:
         figures.append(
@@ -295,11 +309,11 @@ def _published(setup: Setup) -> tuple[Table, ...]:
     return (table,) if rows else ()
 
 
-def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
-    part, profile = step(setup), setup.profile
+def _predicted(setup: Setup, tokens: int, work: Work) -> Section:
+    part, profile, effective = step(setup), setup.profile, work.effective
     updates = tuple(_updates(setup, tokens))
     steps = sum(count for _, count in updates)
-    days = sum(step(under).total * count for under, count in updates) / effective / 86400
+    total = sum(step(under).total * count for under, count in updates) / effective / 86400
     rows = tuple((name, seconds(getattr(part, name)), _of(part, name)) for name in PARTS)
     rate = setup.tokens_per_update / part.total
     assumed = f"kernels at {profile.assumed.kernel_share:g} of the peak, links at {profile.assumed.link_share:g}"
@@ -317,19 +331,31 @@ def _predicted(setup: Setup, tokens: int, effective: float) -> Section:
             number("tflops", "achieved by a GPU", value=(each := cost.step_flops(setup) / part.total / setup.mesh.world / 1e12),
                    unit="TFLOP/s", digits=0 if each >= 10 else 4,
                    why=why("model FLOPs / (step x GPUs)", "Megatron-LM's definition")),
-            number("predicted_days", f"the run at {effective:.1%} effective time" if effective < 1 else "without failures",
-                   value=days, unit="days", digits=_digits(days),
-                   why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
-            *_with_failures(setup, days * effective),
+            in_days("predicted_days", f"the run at {effective:.1%} effective time" if effective < 1 else "without failures",
+                     value=total, why=why("steps x step / effective", "ftrain.plan.time", steps=steps)),
+            *_with_failures(setup, total * effective),
         ),
         tables=(Table(key="step_parts", title="Where the step goes", columns=("part", "time", "share"), rows=rows,
                       formulas=_part_formulas(setup), source="ftrain.plan.time"),),
+        notes=_apart(setup, part, each, work.achieved_tflops),
     )  # fmt: skip
 
 
-def _digits(days: float) -> int:
-    """Digits after the point: a laptop's minutes are not 0.0 days."""
-    return 1 if days >= 1 else 4
+APART = 0.1
+"""From here on, two rates are told apart in words."""
+
+
+def _apart(setup: Setup, part: Step, predicted: float, given: float) -> tuple[str, ...]:
+    """Why the prediction is not the rate that was given (both TFLOP/s of a GPU): it is for the config's own schedule."""
+    if not given or abs(predicted / given - 1) <= APART:
+        return ()
+    p, m, v = plural(setup.mesh.pp, "stage"), plural(setup.microbatches, "micro-batch"), plural(setup.chunks, "virtual stage")
+    own = f"the prediction is for the config's own schedule, {setup.options.schedule} with {p}, {m} and {v} a rank"
+    rates = f"{significant(predicted)} TFLOP/s a GPU where {given:g} was given"
+    largest_loss = max(PARTS[1:], key=lambda name: getattr(part, name))
+    name = "its bubble (`ftrain plan schedule` has others)" if largest_loss == "bubble" else largest_loss
+    lost = f"; what differs most is {name}: {_of(part, largest_loss)} of the step" * (predicted < given)
+    return (f"{own}: {rates}{lost}",)
 
 
 def _updates(setup: Setup, tokens: float) -> Iterator[tuple[Setup, float]]:
@@ -351,8 +377,8 @@ def _with_failures(setup: Setup, days: float) -> tuple[Figure, ...]:
     return (
         percent("effective", "effective time with failures, by formula", value=share,
                 why=why("estimator at Young's interval", source, restart_s=costs.restart_s)),
-        number("days_with_failures", "the run with failures", value=days / share, unit="days", digits=_digits(days),
-               why=why("days / effective", source)),
+        in_days("days_with_failures", "the run with failures", value=days / share,
+                 why=why("days / effective", source)),
     )  # fmt: skip
 
 

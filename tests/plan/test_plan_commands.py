@@ -164,6 +164,24 @@ def test_a_time_that_no_run_takes_is_said_to_be_none() -> None:
     assert "with recompute full" in notes
 
 
+def test_small_models_and_short_runs_are_printed_in_units_that_fit() -> None:
+    """Not 0.000857472 B, which reads like bytes, and not 0.0002 days; the values in JSON stay what they were."""
+    small = ask("plan memory configs/demo.toml --hardware laptop")
+    assert (small.text("local_params"), small.value("local_params")) == ("857,472", pytest.approx(857_472e-9))
+    short = ask("plan time configs/demo.toml --hardware laptop --peak 0.05 --achieved 0.01")
+    assert short.text("predicted_days") == figure.seconds(86_400 * short.value("predicted_days")) == "17.1 s"
+    assert [short.text(key) for key in ("years_on_one", "days", "days_with_failures")] == ["2.63 min", "1.32 min", "17.1 s"]
+
+
+def test_a_prediction_far_from_the_rate_that_was_given_says_why() -> None:
+    """400 TFLOP/s were published for Llama 3 405B; the config's 1f1b on 16 stages waits half of the time."""
+    (note,) = [line for line in ask(f"plan time {B} --achieved 400").data["notes"] if "prediction" in line]
+    assert "own schedule, 1f1b with 16 stages, 16 micro-batches and 1 virtual stage a rank" in note
+    assert "183 TFLOP/s a GPU where 400 was given; what differs most is its bubble" in note
+    assert "prediction" not in str(ask(f"plan time {B} --achieved 190").data["notes"])  # 4 % apart
+    assert "prediction" not in str(ask(f"plan time {B}").data["notes"])
+
+
 def test_one_stage_cannot_be_interleaved() -> None:
     rows = ask("plan schedule configs/llama3-8b.toml --hardware h100").rows("schedules")
     assert {row["idle of compute"] for row in rows if row["schedule"] == "interleaved"} == {"needs two stages or more"}
