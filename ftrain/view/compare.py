@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ftrain.load import Change, changes
+from ftrain.units import plural
 from ftrain.view.learning import Learning, learning
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import change, median, show
@@ -99,8 +100,21 @@ def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", ""))
         rows=tuple(_rows(one, two)),
         learning=learnt,
         config=differ,
-        suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ)),
-    )
+        suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ,
+                                      beside=_beside(one, two) if a.config and b.config else None)),
+    )  # fmt: skip
+
+
+def _beside(a: Side, b: Side) -> str:
+    """What may have made one of them slower although their settings are the same; empty: there is nothing of that on record."""
+    ran = [_newest(of) for of in (a, b)]
+    if ran[0] != ran[1]:
+        return f"they ran in other layouts ({ran[0] or 'none'} and {ran[1] or 'none'})"
+    stops = {name: len(of.run.report.interruptions) for name, of in (("A", a), ("B", b))}
+    if not any(stops.values()):
+        return ""
+    said = " and ".join(f"{name} was interrupted ({plural(n, 'interruption')})" for name, n in stops.items() if n)
+    return f"{said}, or because the machine was unequal"
 
 
 CORPORA = ("data.sources", "data.tokenizer", "data.heldout_fraction")
@@ -122,12 +136,14 @@ def _rows(a: Side, b: Side) -> list[Row]:
     return [*_layout(a, b), *_speed(a, b), *_waiting(a, b), *_memory(a, b), *_traffic(a, b), *_history(a, b)]
 
 
-def _layout(a: Side, b: Side) -> list[Row]:
-    def newest(of: Side) -> str:
-        return of.run.report.attempts[-1].layout if of.run.report.attempts else ""
+def _newest(of: Side) -> str:
+    """The layout of the newest attempt."""
+    return of.run.report.attempts[-1].layout if of.run.report.attempts else ""
 
+
+def _layout(a: Side, b: Side) -> list[Row]:
     return [
-        Row(key="layout", label="layout", unit="", a=newest(a), b=newest(b), how="of the newest attempt"),
+        Row(key="layout", label="layout", unit="", a=_newest(a), b=_newest(b), how="of the newest attempt"),
         Row(key="steps", label="steps in the final history", unit="count", a=len(a.run.steps), b=len(b.run.steps),
             how="ledger"),
         Row(key="tokens_per_update", label="tokens of an update", unit="tokens", a=a.measured.tokens_per_update,

@@ -62,8 +62,11 @@ def suggestions(
     predicted: tuple[Predicted | None, Predicted | None],
     learnt: Learning,
     config: Sequence[Change],
+    *,
+    beside: str | None = None,
 ) -> Iterator[Suggestion]:
-    """Everything that follows from a comparison; never empty."""
+    """Everything that follows from a comparison; never empty. `beside`: what else, if not the settings, may have made one of
+    them slower; None where their settings are not known."""
     timed = [item for item in config if not item.path.startswith(UNTIMED)]
     trouble = _results(learnt, timed)
     if trouble:
@@ -72,7 +75,10 @@ def suggestions(
     if several:
         yield several
     found = list(_costs(b, predicted[1]))
-    yield _verdict(a, b, timed, trusted=not trouble)
+    if timed or beside is None or a.ranks != b.ranks:
+        yield _verdict(a, b, timed, trusted=not trouble)
+    else:
+        yield _alike(a, b, beside, [item.path for item in config])
     yield from found
 
 
@@ -113,15 +119,9 @@ def _toml(value: object) -> str:
 def _verdict(a: Measured, b: Measured, timed: Sequence[Change], *, trusted: bool) -> Suggestion:
     """Which of the two is the faster way through the same material, if that can be told."""
     if a.step is None or b.step is None or not a.tokens_per_s or not b.tokens_per_s:
-        return Suggestion(about="speed", text="run both for more steps: there is no step to compare yet")
+        return _NO_STEP
     one, two = a.tokens_per_s / a.ranks, b.tokens_per_s / b.ranks
-    per_rank = a.ranks != b.ranks
-    spans = [
-        f"{name}: step {show(of.step.value, 's')}, 95 % interval {show(of.step.low, 's')} to {show(of.step.high, 's')}, "
-        f"{plural(of.step.count, 'step')}, {show(of.tokens_per_s, 'tokens')} tokens/s on {plural(of.ranks, 'rank')}"
-        for name, of in (("A", a), ("B", b))
-        if of.step
-    ]  # fmt: skip
+    per_rank, spans = a.ranks != b.ranks, _spans(a, b)
     memory = (f"memory of the fullest rank: {show(a.peak_memory, 'B')} and {show(b.peak_memory, 'B')}",)
     larger = "an update holds another number of tokens: compared is the time of the same material, not of an update"
     notes = () if a.tokens_per_update == b.tokens_per_update else (larger,)
@@ -139,12 +139,43 @@ def _verdict(a: Measured, b: Measured, timed: Sequence[Change], *, trusted: bool
         return Suggestion(about="scaling", text=text, evidence=evidence)
     name, gain = ("B", two / one - 1) if two > one else ("A", one / two - 1)
     what = (
-        ", ".join(f"{item.path} = {_toml(item.new if name == 'B' else item.old)}" for item in timed) or "nothing it configures"
+        ", ".join(f"{item.path} = {_toml(item.new if name == 'B' else item.old)}" for item in timed)
+        or "its settings are not recorded"
     )
     verb = "keep" if trusted else "once the results agree, prefer"
     return Suggestion(
         about="speed", text=f"{verb} {name} ({what}): {100 * gain:.1f} % more tokens per second", evidence=evidence
     )
+
+
+_NO_STEP = Suggestion(about="speed", text="run both for more steps: there is no step to compare yet")
+
+
+def _spans(a: Measured, b: Measured) -> tuple[str, ...]:
+    """What each of them measured, as evidence."""
+    return tuple(
+        f"{name}: step {show(of.step.value, 's')}, 95 % interval {show(of.step.low, 's')} to {show(of.step.high, 's')}, "
+        f"{plural(of.step.count, 'step')}, {show(of.tokens_per_s, 'tokens')} tokens/s on {plural(of.ranks, 'rank')}"
+        for name, of in (("A", a), ("B", b))
+        if of.step
+    )  # fmt: skip
+
+
+def _alike(a: Measured, b: Measured, beside: str, differ: Sequence[str]) -> Suggestion:
+    """Of two runs whose steps are configured alike: whatever their times are, no setting of a step is to thank for it.
+    `differ`: fields that do not change what a step computes."""
+    if a.step is None or b.step is None or not a.tokens_per_s or not b.tokens_per_s:
+        return _NO_STEP
+    name, gain = ("B", b.tokens_per_s / a.tokens_per_s - 1) if b.tokens_per_s > a.tokens_per_s else (
+        "A", a.tokens_per_s / b.tokens_per_s - 1)  # fmt: skip
+    same = "the settings of a step are the same in both"
+    if not a.step.differs_from(b.step):
+        text = f"nothing follows: {same}, and the difference of the steps lies within their noise"
+    else:
+        cause = beside or "the machine was unequal (other load, other hardware)"
+        cause += f", or because of what differs beside the steps ({', '.join(differ)})" * bool(differ)
+        text = f"nothing follows: {same}. {name} had {100 * gain:.1f} % more tokens per second because {cause}"
+    return Suggestion(about="speed", text=text, evidence=_spans(a, b))
 
 
 def _costs(b: Measured, predicted: Predicted | None) -> Iterator[Suggestion]:

@@ -66,6 +66,22 @@ def test_a_difference_within_the_noise_is_no_gain() -> None:
     assert "keep B (parallel.overlap_reduce = true)" in about(found, "speed").text
 
 
+def test_nothing_follows_from_two_runs_with_the_same_settings() -> None:
+    """Another load of the machine is no merit of a config: nothing is to be kept."""
+    a, noisy = plain().events, [0.8 + 0.02 * (7 * n % 20) for n in range(20)]
+    text = about(laid(a, plain("run.url=runs/b", seconds=0.8).events), "speed").text
+    assert text.startswith("nothing follows: the settings of a step are the same in both. B had 25.0 % more tokens per second")
+    assert text.endswith("because the machine was unequal (other load, other hardware)")
+    assert "within their noise" in about(laid(plain(seconds=noisy).events, plain(seconds=noisy).events), "speed").text
+
+    broken = Story(config()).start().steps(20, seconds=0.8).die().start().steps(20, seconds=0.8)
+    assert "because B was interrupted (1 interruption), or because the machine" in about(laid(a, broken.events), "speed").text
+    other = Story(config(), layout="tp1 x pp4").start().steps(40, seconds=0.8)
+    assert "they ran in other layouts (tp1 x pp1 and tp1 x pp4)" in about(laid(a, other.events), "speed").text
+    saved = plain("checkpoint.every_steps=70", seconds=0.8)
+    assert "differs beside the steps (checkpoint.every_steps)" in about(laid(a, saved.events), "speed").text
+
+
 def test_what_differs_is_named_and_the_urls_are_not() -> None:
     found = laid(plain().events, plain("run.url=runs/b", "parallel.tp=2").events)
     assert [item.path for item in found.config] == ["parallel.tp"]
