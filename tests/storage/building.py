@@ -126,9 +126,10 @@ def write_packs(
     writers: int = 2,
     dim: int = 0,
     compressor: Compressor | None = None,
-    specs: Mapping[str, ArraySpec] = SPECS,
+    specs: Mapping[str, ArraySpec] | None = None,
 ) -> Manifest:
-    """Store the packs of a checkpoint; returns its manifest, uncommitted."""
+    """Store the packs of a checkpoint; returns its manifest, uncommitted. `specs`: other arrays than this module's."""
+    specs = SPECS if specs is None else specs
     deliveries = []
     for number, boxes in enumerate(deal(specs, writers, dim)):
         data, delivery = build_pack(specs, values, boxes, pack_name(epoch, attempt, number), compressor)
