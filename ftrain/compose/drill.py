@@ -27,7 +27,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.ledgers import LedgerTail, read_ledger
 from ftrain.compose.outage import begin_outage, end_outage
 from ftrain.compose.paths import local_dir_of
-from ftrain.compose.proof import stored_digests
+from ftrain.compose.proof import first_seam, same_training, seam_proofs, stored_digests
 from ftrain.compose.strikes import (
     BY_NAME,
     TABLE_5,
@@ -46,7 +46,7 @@ from ftrain.config import Config, Fault
 from ftrain.load import to_toml
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
-from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, steps_of
+from recovery.events import CheckpointCommitted, Event, steps_of
 from recovery.launch import python
 from recovery.owner import claim
 from recovery.report import InterruptionRow, report
@@ -191,6 +191,7 @@ class Course:
         self.committed: list[int] = []
         self.step = 0
         self.restarts = 0
+        self._since, self._newer = 0.0, 0
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -214,7 +215,20 @@ class Course:
             self.told.append(event)
             if isinstance(event, CheckpointCommitted) and event.step % self._every == 0:
                 self.committed.append(event.step)
-            self.step = max([self.step, *(record.step for record in steps_of(event))])
+            for record in steps_of(event):
+                self._newer += record.step > self.step and record.t_end > self._since
+                self.step = max(self.step, record.step)
+
+    def watch(self, since: float) -> None:
+        """From now on `goes_on` is about what comes after `since` (wall clock)."""
+        self._since, self._newer = since, 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether new steps have ended since then, and not only one, which may have been all but finished. When they are told
+        of says nothing: reports of earlier ones may still be on their way.
+        """
+        return self._newer > 1
 
     def run_alone(self, seconds: float, until: int | None = None) -> int:
         """Undisturbed, for a while and at least until there is a checkpoint, or just until that of step `until`; its step."""
@@ -271,7 +285,6 @@ class Fire:
         self.struck: list[Struck] = []
         self._course, self._left, self._say = course, list(strikes), say
         self._began: float | None = None
-        self._after_step = 0
         self._outage_ends = 0.0  # on the monotonic clock; 0: there is none
 
     def tick(self) -> bool:
@@ -281,7 +294,7 @@ class Fire:
             return False
         if self._began is None and course.step:
             self._began = time.monotonic()
-        recovered = course.step > self._after_step
+        recovered = course.goes_on
         if not self._left:
             return recovered
         due = self._began is not None and time.monotonic() - self._began >= self._left[0].after_s
@@ -321,7 +334,7 @@ class Fire:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if kind.what == "damage" else signal.Signals[kind.what])
         rank = strike.rank if kind.target == "worker" else None
-        self._after_step = self._course.step + 1  # one may have been finished before the strike took effect
+        self._course.watch(now)
         self.struck.append(Struck(kind=strike.kind, t=now, pid=pid, rank=rank, step=self._course.step))
         self._say(f"  step {self._course.step}: {strike.kind}" + ("" if rank is None else f", rank {rank}"))
 
@@ -335,38 +348,6 @@ def fired(course: Course) -> list[Struck]:
             t = marker.stat().st_mtime
             found.append(Struck(kind=named(fault), t=t, pid=0, rank=fault.rank, step=fault.step))
     return found
-
-
-def seam_proofs(told: Sequence[Event]) -> list[bool]:
-    """For each attempt under another layout than the one before: whether its state was proved by digests."""
-    layouts: dict[int, tuple[str, str]] = {}
-    before, found = "", []
-    for event in told:
-        if isinstance(event, AttemptStarted):
-            layouts[event.attempt], before = (before, event.layout), event.layout
-        elif isinstance(event, Ready) and (pair := layouts.pop(event.attempt, ("", ""))) and pair[0] not in ("", pair[1]):
-            found.append(event.proof.startswith("digests") or event.source == "init")
-    return found
-
-
-def first_seam(told: Sequence[Event]) -> int:
-    """The step whose state was the first to be loaded under another layout; 0 if there was none."""
-    before = ""
-    for event in told:
-        if isinstance(event, AttemptStarted):
-            if before not in ("", event.layout):
-                return event.restored_step
-            before = event.layout
-    return 0
-
-
-def same_training(ours: Sequence[Event], theirs: Sequence[Event], step: int, seam: int) -> bool:
-    """Whether all steps up to `step` saw as many tokens, and those up to `seam` had the same loss, bit for bit. After it sums
-    are made in another order, and training amplifies the difference: only the state at the seam can be compared, by digests.
-    """
-    one, two = ({it.step: it for event in told for it in steps_of(event) if it.step <= step} for told in (ours, theirs))
-    same = all(one[it].loss == two[it].loss for it in one.keys() & two.keys() if it <= seam)
-    return same and one.keys() == two.keys() and all(one[it].tokens == two[it].tokens for it in one)
 
 
 def _compare(unbroken: Course, broken: Course, step: int, strikes: Sequence[Struck]) -> Outcome:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftrain.cli.drill import show
-from ftrain.compose.drill import COURSES, EXIT, Orders, Outcome, drill, first_seam, same_training, seam_proofs
+from ftrain.compose.drill import COURSES, EXIT, Course, Orders, Outcome, drill, variant
 from ftrain.compose.errors import RefusedError
+from ftrain.compose.proof import first_seam, same_training, seam_proofs
 from ftrain.compose.strikes import (
     BY_NAME,
     KINDS,
@@ -27,6 +28,7 @@ from ftrain.compose.strikes import (
 )
 from ftrain.load import load
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, StepFinished
+from recovery.ledger import Ledger
 from recovery.owner import HeldError, claim
 from recovery.report import InterruptionRow
 
@@ -50,6 +52,26 @@ def test_a_drill_that_goes_on_is_not_swept_away_by_another(tmp_path: Path) -> No
         drill(load(str(CONFIG)), tmp_path, Orders(minutes=1.0, mean_gap_s=1.0, kinds=NAMES), print)
     assert local.exists()
     held.release()
+
+
+def test_a_run_goes_on_after_a_strike_when_two_new_steps_have_ended_after_it(tmp_path: Path) -> None:
+    """Not when steps are told of that had ended before: reports may be half a second on their way."""
+    course = Course(variant(load(str(CONFIG)), tmp_path / "broken"), tmp_path)
+    ledger = Ledger(course.local / "ledger", epoch=0)
+
+    def goes_on(*steps: tuple[int, float]) -> bool:
+        for step, t in steps:
+            ledger.append(StepFinished(t=t, attempt=0, step=step, t_begin=t - 1.0, t_end=t))
+        course.look()
+        return course.goes_on
+
+    assert goes_on((1, 101.0), (2, 102.0))
+    course.watch(105.5)
+    assert not goes_on((3, 103.0), (4, 104.0), (5, 105.0))  # told late
+    assert not goes_on((6, 106.0))  # it was under way
+    assert not goes_on((5, 107.0), (6, 108.0))  # done again
+    assert goes_on((7, 109.0))
+    ledger.close()
 
 
 def test_a_seed_is_a_drill() -> None:
