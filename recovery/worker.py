@@ -7,7 +7,7 @@ exits, because "exit status 1" explains nothing, and the agent is told at once, 
 What a worker says is in the kernel's hands at once, and survives it. Whether the agent is woken to read it is another question:
 a process that is woken for each of many short steps takes the processor from those who train. So the agent does not listen to
 the socket; it reads when a bell rings (an eventfd), a worker has died, or a second is over. Reports that can wait ring it if it
-has read nothing for half a second, everything else rings at once.
+has read nothing for half a second and the worker is not just beginning, everything else rings at once.
 
 Must stay importable without torch or numpy: the zygote imports it before the preloaded module.
 """
@@ -45,6 +45,8 @@ from recovery.wire import Channel, close_all
 OOM_SCORE_ADJ = 500
 RING_S = 0.5
 """Reports that can wait are read after so long, as long as others follow them."""
+EAGER_S = 10.0
+"""Nothing waits so soon after the start: who started a run, or has just seen it fall, looks at its first steps."""
 SEND_LIMIT_S = 600.0
 
 
@@ -79,7 +81,7 @@ class WorkerContext:
         close_all((page, control))  # mapped; the mappings hold what they need
         self.bell: int | None = fds.pop("bell", None)
         """Rung when the agent should read; without one it is woken by every message."""
-        self._rung = 0.0
+        self._rung, self._began = 0.0, time.monotonic()
         self.listener_fd: int | None = fds.pop("listener", None)
         """Listening TCP socket of the rendezvous, only in rank 0; its port is `args["port"]` in every rank."""
         self.fds = fds
@@ -128,7 +130,8 @@ class WorkerContext:
 
     def _is_time(self) -> bool:
         """Whether what can wait has waited long enough: also where a clock makes no sense."""
-        return not 0.0 <= time.monotonic() - max(self._rung, self.control.looked) < RING_S
+        now = time.monotonic()
+        return now - self._began < EAGER_S or not 0.0 <= now - max(self._rung, self.control.looked) < RING_S
 
     def _ring(self) -> None:
         if self.bell is not None:

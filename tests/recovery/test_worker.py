@@ -13,7 +13,7 @@ from recovery.heartbeat import CONTROL_SIZE, RECORD_SIZE, ControlWriter
 from recovery.memory import memfd
 from recovery.messages import Fork, FromWorkerProcess, Payload, ToWorkerProcess, WorkerHello, WorkerToKeeper
 from recovery.wire import Channel, channel, socket_pair, wait_readable
-from recovery.worker import RING_S, WorkerContext
+from recovery.worker import EAGER_S, RING_S, WorkerContext
 
 
 @pytest.fixture
@@ -47,9 +47,23 @@ def said(other: Channel[Any]) -> list[object]:
     return [frame.message for frame in other.read()]
 
 
+def test_the_first_steps_of_an_attempt_are_heard_at_once(pair, monkeypatch) -> None:
+    context, other = pair
+    now = context._began
+    monkeypatch.setattr("recovery.worker.time.monotonic", lambda: now)
+    context.hello()
+    for number in range(10):
+        context.send_soon(b"%d" % number)
+        assert (rings(context) > 0, len(said(other)) > 0) == (True, True)
+    now += EAGER_S
+    context.send_soon(b"one rings, after half a second")
+    context.send_soon(b"the next one waits")
+    assert (rings(context), len(said(other))) == (1, 2)
+
+
 def test_what_can_wait_is_in_the_kernels_hands_at_once_and_wakes_nobody(pair, monkeypatch) -> None:
     context, other = pair
-    now = 100.0
+    now = context._began + EAGER_S
     monkeypatch.setattr("recovery.worker.time.monotonic", lambda: now)
     context.hello()
     assert (rings(context), said(other)) == (1, [WorkerHello(pid=os.getpid(), rings=True)])
@@ -64,7 +78,7 @@ def test_what_can_wait_is_in_the_kernels_hands_at_once_and_wakes_nobody(pair, mo
 
 def test_who_reads_anyway_is_not_woken_for_what_can_wait(pair, monkeypatch) -> None:
     context, other = pair
-    now = 100.0
+    now = context._began + EAGER_S
     monkeypatch.setattr("recovery.worker.time.monotonic", lambda: now)
     page = ControlWriter(context.fds.pop("page"))
     page.set(stop=True, save=3)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from recovery.worker import WorkerContext
+from recovery.worker import EAGER_S, WorkerContext
 
 
 def leave(context: WorkerContext) -> None:
@@ -29,7 +29,8 @@ def wait_for_flag(context: WorkerContext) -> None:
 
 
 def murmur(context: WorkerContext) -> None:
-    """Say things that can wait, then die without a word, or live on in silence."""
+    """Say things that can wait, long after the start, then die without a word, or live on in silence."""
+    context._began -= EAGER_S
     for number in range(context.args["reports"]):
         context.send_soon(b"%d" % number)
     if context.args["dies"]:
@@ -40,5 +41,6 @@ def murmur(context: WorkerContext) -> None:
 
 def shout(context: WorkerContext) -> None:
     """Say more than anybody keeps."""
+    context._began -= EAGER_S
     for number in range(context.args["reports"]):
         context.send_soon(b"%d " % number + bytes(1 << 20))
