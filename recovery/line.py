@@ -4,12 +4,13 @@ An agent numbers what must not be lost and keeps it until it hears that it is on
 have been handled, not on which connection they came.
 
 Workers report several times a second, and to acknowledge each report would wake the agent, which costs more than to keep some
-of them a few seconds longer: they are acknowledged together, with whatever is sent next, a ping if nothing else. The
-successor of a coordinator that was killed is told them again, and does not mind (recovery.desk).
+of them a second longer: they are acknowledged together, with whatever is sent next, or when one comes a second after the last
+acknowledgement. The successor of a coordinator that was killed is told them again, and does not mind (recovery.desk).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from recovery.messages import Ack, AgentHello, FromWorker, Numbered, Welcome
 from recovery.outbox import size
 from recovery.wire import Frame
 
+OWED_S = 1.0
+"""A report is acknowledged at once if the last acknowledgement is so long ago."""
 OWED_BYTES = 1 << 20
 """Of reports that the agent keeps for want of an acknowledgement: more are acknowledged at once."""
 
@@ -34,6 +37,7 @@ class Line:
         self._seen = 0
         self._acknowledged = 0  # on this connection
         self._owed_bytes = 0
+        self._told = time.monotonic()
         self._ack_due = False
         self.hello: AgentHello | None = None
         self.ended: object | None = None
@@ -68,7 +72,8 @@ class Line:
         self._on_message(message.message)
         self._seen = message.seq
         self._owed_bytes += size(message.message)
-        can_wait = isinstance(message.message, FromWorker) and self._owed_bytes < OWED_BYTES
+        early = time.monotonic() - self._told < OWED_S and self._owed_bytes < OWED_BYTES
+        can_wait = early and isinstance(message.message, FromWorker)
         if not (can_wait or self._ack_due):
             self._ack_due = True
             self._loop.flush_later(self.acknowledge)  # once for all that came together
@@ -77,7 +82,7 @@ class Line:
         """Tell the agent how far its messages are on record, if it does not know."""
         self._ack_due = False
         if self._port is not None and self._acknowledged < self._seen:
-            self._acknowledged, self._owed_bytes = self._seen, 0
+            self._acknowledged, self._owed_bytes, self._told = self._seen, 0, time.monotonic()
             self._port.send(Ack(seq=self._seen))
 
     def send(self, message: object) -> None:

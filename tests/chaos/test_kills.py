@@ -126,7 +126,8 @@ def test_helpers_killed_between_steps_take_nobody_along(
     died = [event for event in run.events() if isinstance(event, ProcessDied)]
     assert kind in {event.kind for event in died if event.status != 0}
     assert [event.status for event in died if event.kind == "worker"] == [0, 0], "no worker went with it"
-    assert sum(isinstance(event, Ready) for event in run.events()) == 1
+    attempts = {event.attempt for event in run.events() if isinstance(event, Ready)}
+    assert attempts == {0}  # a coordinator's successor may be told of it once more
 
 
 def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(

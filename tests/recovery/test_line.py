@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recovery import line
 from recovery.line import OWED_BYTES, Line
 from recovery.loop import Loop, Port
 from recovery.messages import (
@@ -62,7 +63,8 @@ class Called:
 
 
 @pytest.fixture
-def called() -> Iterator[Called]:
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Called]:
+    monkeypatch.setattr(line, "OWED_S", 1000.0)
     made = Called()
     yield made
     made.line.hang_up()
@@ -72,6 +74,16 @@ def called() -> Iterator[Called]:
 
 def report(size: int = 1) -> FromWorker:
     return FromWorker(rank=0, attempt=0, payload=bytes(size))
+
+
+def test_a_report_that_comes_long_after_the_last_acknowledgement_is_acknowledged_at_once(
+    called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert called.tell((1, report())) == []
+    monkeypatch.setattr(line, "OWED_S", 0.0)
+    assert called.tell((2, report())) == [Ack(seq=2)]
+    monkeypatch.setattr(line, "OWED_S", 1000.0)
+    assert called.tell((3, report())) == []
 
 
 def test_reports_are_acknowledged_together(called: Called) -> None:
