@@ -54,10 +54,10 @@ def heading(text: str) -> None:
 
 def train(config: Config) -> None:
     """One run, from nothing: what an earlier demo left is removed."""
-    from ftrain.compose.launch import prepare
+    from ftrain.compose.launch import checked, write
 
     shutil.rmtree(config.run.url, ignore_errors=True)
-    folder = prepare(config, accept_change=False, origin=None, take_over=False)
+    folder = write(checked(config, accept_change=False, origin=None, take_over=False), config)
     code = run_supervised(folder)
     if code != ExitCode.DONE:
         render.fail(f"the run of {config.run.url} ended with code {code}", ExitCode(code))

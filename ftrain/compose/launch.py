@@ -33,22 +33,6 @@ from storage.objects import check_store
 from storage.run import RunStore
 
 
-def prepare(
-    config: Config,
-    *,
-    accept_change: bool,
-    origin: tuple[str, int | None] | None,
-    take_over: bool,
-    command: str = "",
-) -> Path:
-    """Check everything that can be checked, write what the coordinator reads, and return the run's local folder.
-
-    Raises what `checked` raises.
-    """
-    launch = checked(config, accept_change=accept_change, origin=origin, take_over=take_over, command=command)
-    return write(launch, config)
-
-
 def checked(
     config: Config,
     *,

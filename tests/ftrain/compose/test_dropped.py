@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from ftrain.checkpoint.messages import PackStored, Ready, Settled, SnapshotTaken, encode
-from ftrain.compose.args import Launch
-from ftrain.compose.delegate import RunDelegate
-from ftrain.compose.endwatch import EndWatch
 from recovery.events import CheckpointFailed
-from recovery.notice import Lookout
 from storage.manifest import PackInfo, PackManifest
-from storage.memory import MemoryStore
-from storage.run import RunStore
-from tests.ledgers import config
+from tests.delegates import run_delegate
 
 OWED, OLDER = 12, 9
 
 
 def test_what_is_owed_of_steps_after_the_one_that_the_run_goes_on_from_is_let_go(tmp_path: Path) -> None:
-    wanted = config("parallel.ranks=2")
-    launch = Launch(config=msgspec.to_builtins(wanted), fingerprint="f", changes=[])
-    watch = EndWatch(Lookout((), poll_s=60.0, clock=lambda: 0.0), margin_s=0.0)
-    delegate = RunDelegate(launch, wanted, RunStore(MemoryStore()), folder=tmp_path, policies=[], endwatch=watch)
-    sent: list[Any] = []
-    delegate._links = types.SimpleNamespace(to_keeper=sent.append)  # type: ignore[assignment]
+    delegate, sent = run_delegate(tmp_path)
     for step in (OLDER, OWED):
         for rank in range(2):
             delegate.on_worker(rank, 0, encode(SnapshotTaken(rank=rank, step=step, upload=True)))
