@@ -238,6 +238,8 @@ class ToyDelegate(Delegate):
             self._done.add(rank)
         if word in ("echo", "seen"):
             self.note(word, rank, rest)
+        if word == "ready":
+            self.note("ready", attempt, rank, rest)
         if rank == 0 and word == "ready":
             return [events.Ready(t=time.time(), attempt=attempt, step=int(rest))]
         if rank == 0 and word == "step":
