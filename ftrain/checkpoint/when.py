@@ -21,11 +21,10 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveDecision:
-    """What to do with the state now, and why."""
+    """What to do with the state now, and why. Who is to save waits first until it has a slot and no upload of its own runs."""
 
     snapshot: bool
     upload: bool
-    wait: bool  # this rank must first wait until it has a slot and no upload of its own runs
     skipped: str = ""  # set if the policy let a save go
     failed: str = ""  # set if the policy says a busy save fails
 
@@ -47,8 +46,8 @@ def decide(config: Checkpoint, facts: StepFacts) -> SaveDecision:
     snapshot = upload or is_regular(config, facts.step)
     busy = snapshot and (facts.no_slot or (upload and facts.uploading))
     if not busy or must or config.if_busy == "wait":
-        return SaveDecision(snapshot=snapshot, upload=upload, wait=busy)
+        return SaveDecision(snapshot=snapshot, upload=upload)
     reason = f"the previous upload still runs at step {facts.step} (checkpoint.if_busy = {config.if_busy!r})"
     if config.if_busy == "fail":
-        return SaveDecision(snapshot=False, upload=False, wait=False, failed=reason)
-    return SaveDecision(snapshot=False, upload=False, wait=False, skipped=reason)
+        return SaveDecision(snapshot=False, upload=False, failed=reason)
+    return SaveDecision(snapshot=False, upload=False, skipped=reason)

@@ -21,12 +21,12 @@ def facts(step: int, **changed: bool) -> StepFacts:
     [(7, False, False), (10, True, False), (50, True, True), (150, True, True), (151, True, True)],
 )
 def test_intervals(step: int, snapshot: bool, upload: bool) -> None:
-    assert decide(CONFIG, facts(step)) == SaveDecision(snapshot=snapshot, upload=upload, wait=False)
+    assert decide(CONFIG, facts(step)) == SaveDecision(snapshot=snapshot, upload=upload)
 
 
 @pytest.mark.parametrize("asked", ["stop", "save"])
 def test_a_request_saves_to_storage_at_any_step(asked: str) -> None:
-    assert decide(CONFIG, facts(7, **{asked: True})) == SaveDecision(snapshot=True, upload=True, wait=False)
+    assert decide(CONFIG, facts(7, **{asked: True})) == SaveDecision(snapshot=True, upload=True)
 
 
 def test_zero_means_never_but_the_last_step_is_stored() -> None:
@@ -63,6 +63,6 @@ def test_who_is_busy_changes_what_is_done_at_regular_steps_only(policy: str, ask
 
 @pytest.mark.parametrize("policy", ["skip", "fail"])
 @pytest.mark.parametrize("must", [facts(150, uploading=True), facts(7, stop=True, no_slot=True)])
-def test_the_last_save_waits_whatever_the_policy(policy: str, must: StepFacts) -> None:
+def test_the_last_save_is_never_let_go_whatever_the_policy(policy: str, must: StepFacts) -> None:
     decision = decide(msgspec.structs.replace(CONFIG, if_busy=policy), must)
-    assert decision == SaveDecision(snapshot=True, upload=True, wait=True)
+    assert decision == SaveDecision(snapshot=True, upload=True)
