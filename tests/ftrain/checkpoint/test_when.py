@@ -45,7 +45,7 @@ def test_a_memory_snapshot_needs_a_slot_but_not_the_end_of_an_upload() -> None:
 @pytest.mark.parametrize("policy", ["wait", "skip", "fail"])
 def test_policies_of_a_busy_save(policy: str) -> None:
     decision = decide(msgspec.structs.replace(CONFIG, if_busy=policy), facts(50, uploading=True))
-    assert decision.wait == (policy == "wait")
+    assert (decision.snapshot, decision.upload) == ((policy == "wait"),) * 2
     assert bool(decision.skipped) == (policy == "skip")
     assert bool(decision.failed) == (policy == "fail")
 
