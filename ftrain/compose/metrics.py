@@ -128,12 +128,14 @@ def newest(folder: Path) -> dict[str, Any] | None:
         return None
     with path.open("rb") as file:
         for tail in TAILS:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+            begin = file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             for line in reversed(file.read().splitlines()):
                 with contextlib.suppress(msgspec.DecodeError):  # torn, or begun before the part that was read
                     record = msgspec.json.decode(line, type=dict[str, Any])
                     if "mean" in record:
                         return record
+            if begin == 0:
+                break
     return None
 
 
