@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -44,6 +43,22 @@ class Finding(Struct, frozen=True, kw_only=True):
     kernel: tuple[str, ...] = ()
     scheduler: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+class ErrorReport(Struct, frozen=True, kw_only=True):
+    """What a worker wrote down of the exception that ended it (`rank-00003.error.json`)."""
+
+    type: str
+    message: str
+    traceback: str
+    t: float
+    rank: int
+    attempt: int
+
+    def log(self) -> tuple[str, ...]:
+        """As the rank's log has it: what Python printed, each line saying who speaks."""
+        text = self.traceback or f"{self.type}: {self.message}"
+        return tuple(_spoken_by(self.rank, line) for line in text.splitlines())
 
 
 Source = Callable[[], Finding]
@@ -93,19 +108,16 @@ def log_tails(logs: Mapping[int, Path], *, max_bytes: int = TAIL_BYTES) -> Findi
 
 
 def error_files(files: Mapping[int, Path]) -> Finding:
-    """Uncaught exceptions that workers wrote down before they exited (JSON: type, message, traceback)."""
+    """Uncaught exceptions that workers wrote down before they exited (`ErrorReport`)."""
     lines: list[str] = []
     notes: list[str] = []
     for rank, path in files.items():
         if not path.exists():
             continue
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            lines += msgspec.json.decode(path.read_bytes(), type=ErrorReport).log()
         except (OSError, msgspec.DecodeError) as error:
             notes.append(f"error file of rank {rank}: not readable: {error}")
-            continue
-        text = str(record.get("traceback") or f"{record.get('type')}: {record.get('message')}")
-        lines += [_spoken_by(rank, line) for line in text.splitlines()]
     return Finding(log=tuple(lines), notes=tuple(notes))
 
 

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from recovery.command import COMMAND, become
+from recovery.evidence import ErrorReport
 from recovery.heartbeat import ControlReader, HeartbeatWriter
 from recovery.messages import (
     Fork,
@@ -48,17 +49,6 @@ RING_S = 0.5
 EAGER_S = 10.0
 """Nothing waits so soon after the start: who started a run, or has just seen it fall, looks at its first steps."""
 SEND_LIMIT_S = 600.0
-
-
-class ErrorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the error file holds."""
-
-    type: str
-    message: str
-    traceback: str
-    t: float
-    rank: int
-    attempt: int
 
 
 class AgentGoneError(Exception):

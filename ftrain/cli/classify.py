@@ -21,7 +21,7 @@ import msgspec
 from ftrain.cli import render
 from recovery.classify import Explanation, explain
 from recovery.codes import ExitCode
-from recovery.evidence import Evidence
+from recovery.evidence import ErrorReport, Evidence
 from recovery.policy import History, Limits, decide
 from recovery.templates import Table, TableError, load_table
 
@@ -45,8 +45,8 @@ def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatu
     """Say what interrupted each case of FILES: recorded incidents, or plain logs of any software (`-` is stdin).
 
     A file that begins like JSON (`{`, or `[` before `{`) holds cases: one object, an array, or one object a line, with the
-    fields exit, log, kernel, scheduler. Any other file is the log of one case, named like the file; of a log larger than 4 MiB
-    the end is read.
+    fields exit, log, kernel, scheduler; or what a worker wrote of its last exception (rank-00003.error.json). Any other file is
+    the log of one case, named like the file; of a log larger than 4 MiB the end is read.
 
     \b
     Examples:
@@ -74,12 +74,23 @@ def read_cases(file: Path) -> Iterator[Evidence]:
     if whole.startswith(b"["):
         yield from msgspec.json.decode(whole, type=list[Evidence])
         return
+    if report := _error_report(whole):
+        yield Evidence(id=file.name, log=report.log())
+        return
     try:
         yield msgspec.json.decode(whole, type=Evidence)
     except msgspec.DecodeError:
         for number, line in enumerate(whole.splitlines(), start=1):
             if line.strip():
                 yield _case(file, number, line)
+
+
+def _error_report(whole: bytes) -> ErrorReport | None:
+    """What a worker wrote down of its end, if this is that."""
+    try:
+        return msgspec.json.decode(whole, type=ErrorReport)
+    except msgspec.DecodeError:
+        return None
 
 
 def _log(file: Path, stream: IO[bytes]) -> Evidence:

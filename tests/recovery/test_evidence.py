@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_long_logs_are_cut_at_a_line(tmp_path: Path) -> None:
 
 def test_error_files_become_lines(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text('{"type": "ValueError", "message": "x", "traceback": "Traceback:\\n  File\\nValueError: x", "t": 1.0}')
+    said = {"type": "ValueError", "message": "x", "traceback": "Traceback:\n  File\nValueError: x"}
+    good.write_text(json.dumps({**said, "t": 1.0, "rank": 3, "attempt": 0}))
     bad.write_text("{")
     found = error_files({3: good, 4: bad, 5: tmp_path / "absent"})
     assert found.log == ("[rank3]: Traceback:", "[rank3]:   File", "[rank3]: ValueError: x")

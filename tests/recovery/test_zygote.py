@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from toy_run import PATIENCE_S, gone, toy_env, wait_until
 
+from recovery.classify import classify
+from recovery.evidence import ErrorReport, Evidence
 from recovery.heartbeat import CONTROL_SIZE, RECORD_SIZE
 from recovery.launch import become_subreaper, python
 from recovery.memory import memfd
@@ -114,7 +117,11 @@ def test_an_import_error_is_reported_before_the_exit(zygote, tmp_path):
     failing = worker.receive(PATIENCE_S).message
     assert failing.error.startswith("ModuleNotFoundError: No module named 'toy_that_is_not_there'")
     assert os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1]) == 1
-    assert "toy_that_is_not_there" in (tmp_path / "error.json").read_text()
+    report = msgspec.json.decode((tmp_path / "error.json").read_bytes(), type=ErrorReport)
+    assert (report.type, report.rank) == ("ModuleNotFoundError", 0)
+    verdict = classify(Evidence(log=report.log()))
+    assert (verdict.class_, verdict.first_failing_rank) == ("dependency_error", 0)
+    assert "No module named 'toy_that_is_not_there'" in verdict.reason
     assert "toy_that_is_not_there" in (tmp_path / "worker.log").read_text()
     worker.close()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from ftrain.cli.classify import classify
+from recovery.evidence import ErrorReport
 
 FIELDS = {
     "id",
@@ -82,6 +84,17 @@ def test_a_plain_log_is_one_case_named_like_the_file(tmp_path: Path, before: str
     said = json.loads(result.output)
     assert (said["id"], said["class"], said["first_failing_rank"]) == ("train.log", "cuda_oom", 1)
     assert said["evidence"][0] == {"where": "log", "line": before.count("\n"), "text": line}
+
+
+def test_what_a_worker_wrote_of_its_exception_is_read_as_its_own_words(tmp_path: Path) -> None:
+    told = ErrorReport(type="ZeroDivisionError", message="division by zero", traceback="", t=1.0, rank=3, attempt=0)
+    file = tmp_path / "rank-00003.error.json"
+    file.write_bytes(msgspec.json.encode(told))
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.output)
+    assert (said["id"], said["class"], said["first_failing_rank"]) == (file.name, "software_error", 3)
+    assert said["evidence"][0]["text"] == "[rank3]: ZeroDivisionError: division by zero"
 
 
 def test_a_log_from_a_pipe() -> None:
