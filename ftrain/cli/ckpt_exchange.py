@@ -36,6 +36,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 def export_command(url: str, form: Any, destination: str, dtype: str, state: bool, compress: bool, as_json: bool) -> None:
     """Write a checkpoint's weights for other programs, under Hugging Face's names, with a config.json.
 
+    Only models that `ftrain run` trains have such names. A script's checkpoint is read as it is: `ckpt view`, ftrain.DcpReader.
+
     \b
     Examples:
       ftrain ckpt export runs/demo@150 --to safetensors out/model

@@ -77,7 +77,7 @@ def export(
         raise ConfigurationError(f"{form} files are not compressed; leave out --compress, or export to zarr")
     tensors = list(_outgoing(checkpoint, dtype=dtype, state=state))
     if not tensors:
-        raise FormatError(f"the checkpoint of step {checkpoint.step} has no weights under the names of a model")
+        raise FormatError(_nameless(checkpoint))
     _write(form, destination, tensors, compress)
     if state:
         destination.put(PROGRESS, msgspec.json.format(msgspec.json.encode(checkpoint.progress), indent=2))
@@ -85,6 +85,17 @@ def export(
     if config is not None:
         destination.put("config.json", msgspec.json.format(msgspec.json.encode(config), indent=2))
     return Exported(step=checkpoint.step, arrays=len(tensors), nbytes=sum(tensor.nbytes for tensor in tensors))
+
+
+def _nameless(checkpoint: Checkpoint) -> str:
+    """Why nothing can be exported of a script's checkpoint, and what can be done with it."""
+    step, names = checkpoint.step, [name for name in checkpoint.names if not name.startswith("random/")]
+    return (
+        f"the checkpoint of step {step} is not of a model that `ftrain run` trains: its arrays have a script's own names "
+        f"({', '.join(names[:2])}, ...), Hugging Face has none for them, and any export is under its names. Each "
+        f"array under its own name: `ftrain ckpt view URL@{step}` for plain Zarr; in Python torch.distributed.checkpoint, with "
+        f"`dcp.load(state, storage_reader=ftrain.DcpReader(URL, step={step}))`"
+    )
 
 
 def _outgoing(checkpoint: Checkpoint, *, dtype: str, state: bool) -> Iterator[Tensor]:

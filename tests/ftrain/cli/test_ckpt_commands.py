@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
+import ftrain
 from ftrain.cli.ckpt import ckpt
 from storage.compress import Compressor
 from storage.objects import open_store
@@ -108,3 +111,26 @@ def test_view_writes_what_stock_zarr_opens(run: RunStore, tmp_path: Path) -> Non
     refused = CliRunner().invoke(ckpt, ["view", run.store.url, "master/none"])
     assert refused.exit_code != 0
     assert "no array master/none" in refused.output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is meant
+@pytest.mark.parametrize("form", ["safetensors", "dcp", "zarr"])
+def test_an_export_of_a_scripts_checkpoint_says_why_not_and_what_leads_out(tmp_path: Path, form: str) -> None:
+    url, model = tmp_path / "script", torch.nn.Linear(3, 2)
+    written = {"model": model.state_dict()}
+    dcp.save(written, storage_writer=ftrain.DcpWriter(url, step=7), no_dist=True)  # type: ignore[attr-defined]
+    done = CliRunner().invoke(ckpt, ["export", str(url), "--to", form, str(tmp_path / "out")])
+    assert done.exit_code != 0
+    assert not (tmp_path / "out").exists()
+    for words in (
+        "step 7",
+        "model.bias, model.weight",
+        "Hugging Face",
+        "ftrain ckpt view URL@7",
+        "ftrain.DcpReader(URL, step=7)",
+    ):
+        assert words in done.stderr
+    found = {"model": torch.nn.Linear(3, 2).state_dict()}  # the ways that it names are there
+    dcp.load(found, storage_reader=ftrain.DcpReader(url, step=7), no_dist=True)  # type: ignore[attr-defined]
+    assert torch.equal(found["model"]["weight"], written["model"]["weight"])
+    assert told("view", f"{url}@7")
