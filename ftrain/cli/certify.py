@@ -1,6 +1,6 @@
 """`ftrain certify`: is a layout one process?
 
-ftrain certify configs/certify.toml --layouts "tp=2;pp=2;tp=2,dp=2"
+ftrain certify ftrain.toml --layouts "tp=2;pp=2;tp=2,dp=2"
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def certify(
 
     \b
     Example:
-      ftrain certify configs/certify.toml --layouts "tp=2;pp=2;tp=2,dp=2" --modes fp64
+      ftrain certify ftrain.toml --layouts "tp=2;pp=2;tp=2,dp=2" --modes fp64
     """
     from ftrain.train.certify.certify import Certifier
     from ftrain.train.certify.layouts import parse_layouts

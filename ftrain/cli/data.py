@@ -39,7 +39,7 @@ Example:
 
 _INSPECT_EXAMPLE = """\b
 Example:
-  ftrain data inspect configs/demo.toml --first 1392 --count 2"""
+  ftrain data inspect ftrain.toml --first 100 --count 2"""
 
 
 @click.group()
@@ -48,7 +48,7 @@ def data() -> None:
 
     \b
     Example:
-      ftrain data inspect configs/demo.toml
+      ftrain data inspect ftrain.toml
     """
 
 

@@ -1,6 +1,6 @@
 """`ftrain doctor`: is this machine fit for that run?
 
-ftrain doctor configs/demo.toml
+ftrain doctor ftrain.toml
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def doctor(config_path: str, overrides: tuple[str, ...], measure: str, as_json: 
 
     \b
     Examples:
-      ftrain doctor configs/demo.toml
+      ftrain doctor ftrain.toml
       ftrain doctor my.toml --measure here.toml && ftrain plan time my.toml --hardware here.toml
     """
     from ftrain.compose.checks import DATA, results

@@ -1,6 +1,6 @@
 """`ftrain drill`: random faults under the real supervisor, and the proof that nothing was lost.
 
-ftrain drill configs/demo.toml --minutes 2
+ftrain drill ftrain.toml --minutes 2
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def drill(
 
     \b
     Example:
-      ftrain drill configs/demo.toml --minutes 2 --seed 7
+      ftrain drill ftrain.toml --minutes 2 --seed 7
     """
     from ftrain.compose.drill import EXIT, DrillError, Orders
     from ftrain.compose.drill import drill as carry_out

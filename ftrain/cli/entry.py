@@ -96,8 +96,9 @@ def cli() -> None:
     """Training that does not care what breaks.
 
     \b
-    Example:
-      ftrain run configs/demo.toml
+    Examples:
+      ftrain init
+      ftrain run ftrain.toml
     """
 
 

@@ -1,6 +1,6 @@
 """`ftrain plan`: what a run needs, costs and loses, before a machine is started. Answers at once, and imports no torch.
 
-ftrain plan memory configs/dense-500b.toml --hardware b200 --params 500e9 --explain
+ftrain plan memory ftrain.toml --hardware b200 --explain
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plan() -> None:
 
     \b
     Example:
-      ftrain plan memory configs/dense-500b.toml --hardware b200
+      ftrain plan memory ftrain.toml --hardware b200
     """
 
 
@@ -157,7 +157,7 @@ def memory(asked: Asked) -> None:
 
     \b
     Example:
-      ftrain plan memory configs/dense-500b.toml --hardware b200 --params 500e9
+      ftrain plan memory ftrain.toml --hardware b200
     """
     from ftrain.plan import memory as planner
 
@@ -175,7 +175,7 @@ def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: s
 
     \b
     Example:
-      ftrain plan schedule configs/llama3-405b.toml --stages 2 --microbatches 3 --svg chart.svg
+      ftrain plan schedule ftrain.toml --stages 2 --microbatches 3 --svg chart.svg
     """
     from ftrain.plan import chart
     from ftrain.plan import schedule as planner
@@ -204,7 +204,7 @@ def traffic(asked: Asked, ring: int, size: float) -> None:
 
     \b
     Example:
-      ftrain plan traffic configs/llama3-405b.toml --hardware h100 --ring 128 --size 10e9
+      ftrain plan traffic ftrain.toml --hardware h100 --ring 128 --size 10e9
     """
     from ftrain.plan import traffic as planner
 
@@ -224,7 +224,7 @@ def time(asked: Asked, against: tuple[str, ...], achieved: float, **given: Any) 
 
     \b
     Example:
-      ftrain plan time configs/llama3-405b.toml --hardware h100 --flops 3.8e25 --achieved 400
+      ftrain plan time ftrain.toml --hardware h100 --achieved 400
     """
     from dataclasses import replace
 
@@ -250,7 +250,7 @@ def checkpoint(asked: Asked, **given: Any) -> None:
 
     \b
     Example:
-      ftrain plan checkpoint configs/llama3-405b.toml --hardware h100 --stall 5 --restart 600
+      ftrain plan checkpoint ftrain.toml --hardware h100 --stall 5 --restart 600
     """
     from ftrain.plan import checkpoint as planner
 
@@ -278,7 +278,7 @@ def explain(asked: Asked, **given: Any) -> None:
 
     \b
     Example:
-      ftrain plan explain configs/dense-500b.toml --hardware b200 --place 3,2,0 --svg topology.svg
+      ftrain plan explain ftrain.toml --hardware b200 --place 0,0,0 --svg topology.svg
     """
     from ftrain.plan import draw, worked
     from ftrain.plan import explain as planner
@@ -318,7 +318,7 @@ def search(asked: Asked, top: int, sweep: str | None) -> None:
 
     \b
     Example:
-      ftrain plan search configs/dense-500b.toml --hardware b200
+      ftrain plan search ftrain.toml --hardware b200
     """
     from ftrain.plan import search as planner
 
@@ -345,7 +345,7 @@ def simulate(asked: Asked, lengths: str, measured: str, **given: Any) -> None:
 
     \b
     Example:
-      ftrain plan simulate configs/llama3-405b.toml --hardware h100 --assume restart_s=600 --assume stall_s=5
+      ftrain plan simulate ftrain.toml --hardware h100 --assume restart_s=600 --assume stall_s=5
     """
     from ftrain.plan import dynamic_cp, simulation
 

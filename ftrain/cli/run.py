@@ -1,6 +1,6 @@
 """`ftrain run`: start a run, or go on with it.
 
-ftrain run configs/demo.toml
+ftrain run ftrain.toml
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run(
 
     \b
     Examples:
-      ftrain run configs/demo.toml
-      ftrain run configs/demo.toml --set optimizer.lr=1e-3 --dry-run
+      ftrain run ftrain.toml
+      ftrain run ftrain.toml --set optimizer.lr=1e-3 --dry-run
     """
     from ftrain.load import load
 

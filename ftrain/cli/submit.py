@@ -25,8 +25,8 @@ def submit(what: tuple[str, ...], slurm: bool, overrides: tuple[str, ...], dry_r
 
     \b
     Examples:
-      ftrain submit configs/dense-500b.toml --slurm --dry-run
-      ftrain submit run.toml --slurm --set slurm.partition=train --set slurm.time=2-00:00:00
+      ftrain submit ftrain.toml --slurm --set machine.ranks_per_node=1 --dry-run
+      ftrain submit ftrain.toml --slurm --set machine.ranks_per_node=8 --set slurm.partition=train
       ftrain submit --slurm --set slurm.time=60 -- ftrain supervise --nnodes 2 --nproc 8 -- python train.py
     """
     words = list(what[1:] if what[0] == "ftrain" else what)

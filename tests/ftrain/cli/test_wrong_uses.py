@@ -19,8 +19,6 @@ from ftrain.starter import Facts, text
 from recovery.codes import ExitCode
 from tests.ledgers import Story, config
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -268,17 +266,29 @@ def test_every_help_ends_in_an_example() -> None:
         assert title
 
 
-def test_examples_that_start_nothing_work_as_written() -> None:
-    """Those of a command that only tells what it would do; the rest is in the guides, whose blocks are run."""
-    shown = [command.get_help(click.Context(command)) for _, command in walk(cli, ())]
-    lines = {line.strip() for text in shown for line in text.splitlines() if line.strip().startswith("ftrain ")}
-    told = [line for line in lines if "--dry-run" in line]
-    assert len(told) >= 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        for line in told:
-            done = CliRunner().invoke(cli, shlex.split(line)[1:])
-            assert done.exit_code == 0, f"{line}: {done.output}"
+def examples() -> set[str]:
+    """The command lines of all helps."""
+    shown = [command.get_help(click.Context(command)) for command in (cli, *(each for _, each in walk(cli, ())))]
+    return {line.strip() for text in shown for line in text.splitlines() if line.strip().startswith("ftrain ")}
+
+
+def test_examples_name_no_file_that_only_the_source_tree_has() -> None:
+    """Who has installed a wheel begins with `ftrain init`."""
+    assert "ftrain init" in examples()
+    named = {word for line in examples() for word in shlex.split(line) if word.endswith(".toml")}
+    assert named <= {"ftrain.toml", "my.toml", "here.toml"}
+    assert not [line for line in examples() if "configs" in line]
+
+
+def test_examples_that_start_nothing_work_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, those of commands that only tell; the rest is in the guides, whose blocks are run."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, ["init"]).exit_code == 0
+    told = [line for line in examples() if "--dry-run" in line or (line.startswith("ftrain plan") and "ftrain.toml" in line)]
+    assert len(told) >= 10
+    for line in told:
+        done = CliRunner().invoke(cli, shlex.split(line)[1:])
+        assert done.exit_code == 0, f"{line}: {done.output}"
 
 
 @pytest.mark.parametrize("words", ["--help", "ckpt --help", "data --help", "plan --help"])
