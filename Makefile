@@ -10,9 +10,11 @@ BESIDE := -n 2 --dist worksteal
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setup: filling .venv with the versions of constraints.txt; some minutes, most of them for PyTorch"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+	@echo "setup: done; $(BIN)/ftrain is there"
 
 demo: setup
 	$(BIN)/python -P -m ftrain.cli.demo
@@ -30,4 +32,6 @@ check: setup
 	$(BIN)/lint-imports
 
 docs: setup
+	@echo "docs: building site/ from docs/; a broken link or a warning ends it"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "docs: done; open site/index.html"

@@ -6,7 +6,7 @@ Bytes use binary units (KiB, MiB), as the code counts them; counts use decimal o
 
 from __future__ import annotations
 
-import math
+from recovery.durations import format_duration
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNTS = ("", "K", "M", "B", "T")
@@ -25,18 +25,8 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.0042` as `4.2 ms`, `75` as `1m 15s`, `7260` as `2h 01m`, `90000` as `1d 01h`."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    if seconds < 0:
-        return f"-{format_seconds(-seconds)}"
-    if seconds < 59.95:
-        return f"{seconds * 1e3:.1f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if days:
-        return f"{days}d {hours:02d}h"
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {whole % 60:02d}s"
+    """A measured time: `0.0042` as `4.2 ms`, from a second on as `format_duration` has it."""
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) < 0.9995 else format_duration(seconds)
 
 
 def format_share(part: float, whole: float) -> str:

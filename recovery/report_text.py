@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
+from recovery.durations import format_duration
 from recovery.events import (
     AttemptEnded,
     AttemptStarted,
@@ -111,7 +112,7 @@ def _story(event: Event) -> Iterator[str]:
             yield f"verdict {verdict.class_} ({verdict.component}), confidence {verdict.confidence:.2f}: {verdict.reason}"
             yield from (f"    {evidence_text(line)}" for line in verdict.evidence)
         case Decided():
-            wait = f" after {event.wait_s:g} s" if event.wait_s else ""
+            wait = f" after {format_duration(event.wait_s)}" if event.wait_s else ""
             yield f"decided {event.action}{wait}: {event.reason}"
         case AttemptEnded():
             yield f"ended; last finished step {event.step}"
@@ -137,21 +138,20 @@ def _summary(report: Report) -> Iterator[str]:
     if learnt:
         yield ", ".join(learnt)
     productive_s = report.buckets["productive"]
-    yield f"effective time {report.effective_time:.1%} = {productive_s:.1f} s / {report.wall_s:.1f} s"
+    yield f"effective time {report.effective_time:.1%} = {format_duration(productive_s)} / {format_duration(report.wall_s)}"
     yield f"  ({report.formula})"
 
 
 def _buckets(report: Report) -> Iterator[str]:
     yield "every second since the first launch"
-    rows = [
-        (name, f"{s:.3f} s", f"{s / report.wall_s if report.wall_s else 0.0:.1%}") for name, s in report.buckets.items() if s
-    ]
-    yield from table(("bucket", "time", "share"), [*rows, ("total", f"{report.wall_s:.3f} s", "100.0%")])
+    wall_s = report.wall_s
+    rows = [(name, format_duration(s), f"{s / wall_s if wall_s else 0.0:.1%}") for name, s in report.buckets.items() if s]
+    yield from table(("bucket", "time", "share"), [*rows, ("total", format_duration(wall_s), "100.0%")])
 
 
 def _attempt(row: AttemptRow) -> tuple[str, ...]:
     span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
-    start = "never ready" if row.start_s is None else f"{row.start_s:.2f} s"
+    start = "never ready" if row.start_s is None else format_duration(row.start_s)
     restored = f"step {row.restored_step}"
     return (
         str(row.attempt),
@@ -185,7 +185,7 @@ def _interruption(row: InterruptionRow) -> Iterator[str]:
     yield f"      cause      {row.reason} (confidence {row.confidence:.2f})"
     yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
     yield f"      decision   {row.action or 'none'}: {row.decision}" if row.decision else "      decision   none recorded"
-    down = "not recovered" if row.down_s is None else f"{row.down_s:.2f} s until all ranks were ready again"
+    down = "not recovered" if row.down_s is None else f"{format_duration(row.down_s)} until all ranks were ready again"
     yield f"      cost       {_count(row.steps_lost, 'step')} lost, {down}"
 
 
@@ -195,9 +195,9 @@ def _causes(report: Report) -> Iterator[str]:
     yield "causes, by count"
     yield from table(("component", "class", "count", "share"), map(_cause, report.causes))
     if report.mtbf_s is not None:
-        high = "unbounded" if report.mtbf_high_s is None else f"{report.mtbf_high_s:.0f} s"
-        interval = f"95 % interval {report.mtbf_low_s:.0f} s to {high}"
-        yield f"mean time between unplanned interruptions {report.mtbf_s:.0f} s ({interval})"
+        high = "unbounded" if report.mtbf_high_s is None else format_duration(report.mtbf_high_s)
+        interval = f"95 % interval {format_duration(report.mtbf_low_s)} to {high}"
+        yield f"mean time between unplanned interruptions {format_duration(report.mtbf_s)} ({interval})"
     yield ""
 
 
@@ -209,7 +209,7 @@ def _cause(row: CauseRow) -> tuple[str, ...]:
 def _checkpoints(report: Report) -> Iterator[str]:
     rows = report.checkpoints
     newest = "none" if rows.newest_step is None else f"newest at step {rows.newest_step}"
-    yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes:,} bytes in {rows.seconds:.1f} s"
+    yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes:,} bytes in {format_duration(rows.seconds)}"
     yield from (f"  failed at step {row['step']}: {row['reason']}" for row in rows.failed)
     yield from (f"  step {row['step']} passed over: {row['reason']}" for row in rows.passed_over)
 

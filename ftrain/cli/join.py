@@ -10,6 +10,7 @@ import click
 from ftrain.cli import render
 from ftrain.cli.types import POSITIVE, NamedPath
 from recovery.codes import ExitCode
+from recovery.durations import format_duration
 
 
 @click.command()
@@ -28,11 +29,27 @@ def join(folder: Path, node: str, wait_s: float) -> None:
     Example:
       ftrain join /shared/runs/dense/local
     """
+    import logging
+
     from ftrain.compose.node import NoRunError, serve
     from ftrain.compose.nodes import this_node
     from recovery.network import NoInterfaceError
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what the node does, as it does it
+    name = node or this_node()
+    render.note(f"node {name}: waiting for the run of {folder}, {format_duration(wait_s)} at most; Ctrl-C leaves")
     try:
-        sys.exit(serve(folder.absolute(), node or this_node(), patience_s=wait_s))
+        code = serve(folder.absolute(), name, patience_s=wait_s)
     except (NoRunError, NoInterfaceError) as error:
         render.fail(str(error), ExitCode.RETRY_ELSEWHERE)
+    render.note(f"node {name}: {ending(code)}")
+    sys.exit(code)
+
+
+def ending(code: int) -> str:
+    """How a node's part in a run ended, in words."""
+    if code == ExitCode.DONE:
+        return "done: the run has ended, or has let this node go"
+    if code == ExitCode.HELD:
+        return "another `ftrain join` of this node is at work already"
+    return f"ended with code {code}; the same command offers this machine again"

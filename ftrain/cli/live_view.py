@@ -16,8 +16,9 @@ from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.plan.rates import mfu_text
-from ftrain.units import format_bytes, format_seconds, plural
+from ftrain.units import format_bytes, plural
 from recovery import events
+from recovery.durations import format_duration
 from recovery.events import Event, steps_of
 from recovery.state import RunState, apply
 
@@ -62,7 +63,7 @@ class LiveView:
             self._speed.add(event)
             self._phasing.see(self._config, event)
             if isinstance(event, events.CheckpointCommitted):
-                self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_seconds(event.seconds)})"
+                self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_duration(event.seconds)})"
             line = self._step_line(event) or sentence(event)
             if line:
                 self._print(line)
@@ -100,7 +101,7 @@ class LiveView:
         if self._state.step >= self._steps:
             return ""
         seconds = self._speed.eta_s(self._config, self._phasing.cursor)
-        return f"  ETA {format_seconds(seconds)}" if seconds is not None else "  ETA unknown"
+        return f"  ETA {format_duration(seconds)}" if seconds is not None else "  ETA unknown"
 
     def _panel(self) -> Panel:
         from rich.panel import Panel

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ftrain.units import format_count, format_seconds, plural
+from recovery.durations import format_duration
 
 SHOWN_RANKS = 32
 OUTPUT = "output"  # the phase of a rank of which no more is known than that it writes
@@ -25,7 +26,7 @@ def _progress(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     before = f" ({ended} before it)" if ended > 0 else ""
     yield "run", f"{phase}: attempt {facts['attempt']}{before}, {facts.get('layout') or 'layout not told'}"
     of = f" of {run['steps']}" if run.get("steps") else ""
-    left = f", ETA {format_seconds(run['eta_s'])}" if run.get("eta_s") else ""
+    left = f", ETA {format_duration(run['eta_s'])}" if run.get("eta_s") else ""
     loss = _told(", loss", facts.get("loss"), ".4f") + _told(", held-out loss", facts.get("eval_loss"), ".4f")
     if facts["step"] or not _is_script(facts):  # a script may tell none
         yield "step", f"{facts['step']}{of}{left}{loss}" + _told(", lr", run.get("lr"), ".3g")
@@ -107,5 +108,5 @@ def _rank(it: Mapping[str, Any]) -> str:
     if "phase" not in it:
         return f"pid {it['pid']}, has told nothing yet" if it["pid"] else "is being started"
     if not it["step"] and it["phase"] == OUTPUT:
-        return f"pid {it['pid']}, wrote something {format_seconds(it['age_s'])} ago"
-    return f"pid {it['pid']}, step {it['step']}, in {it['phase']}, {format_seconds(it['age_s'])} ago"
+        return f"pid {it['pid']}, wrote something {format_duration(it['age_s'])} ago"
+    return f"pid {it['pid']}, step {it['step']}, in {it['phase']}, {format_duration(it['age_s'])} ago"

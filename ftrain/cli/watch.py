@@ -23,9 +23,10 @@ from ftrain.cli.types import PLACE
 from ftrain.compose.phasing import Phasing
 from ftrain.compose.speed import Speed
 from ftrain.config import Config
-from ftrain.units import format_bytes, format_count, format_seconds, format_share
+from ftrain.units import format_bytes, format_count, format_share
 from ftrain.view.script import attempt_line
 from recovery.codes import ExitCode
+from recovery.durations import format_duration
 from recovery.events import AnyEvent, AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
 from recovery.report import Report, ReportBuilder, ReportError
 from recovery.state import Phase, RunState, apply
@@ -184,7 +185,7 @@ class Screen:
             ]
         config = None if self.is_over else self._config
         left = self._speed.eta_s(config, self._phasing.cursor) if config is not None else None
-        eta = f"  ETA {format_seconds(left)}" if left else ""
+        eta = f"  ETA {format_duration(left)}" if left else ""
         rows: list[tuple[str, RenderableType]] = [
             ("layout", Text(f"{state.layout}, attempt {state.attempt}{self._phase()}")),
             ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (bars.done(state.step, self._steps), "green"), eta)),
@@ -232,7 +233,7 @@ def _largest(report: Report, count: int = 3) -> Text:
     """What the bar shows, in words: the effective time, and what most of the rest went to."""
     from rich.text import Text
 
-    told = Text(f"effective {100 * report.effective_time:.1f} % of {format_seconds(report.wall_s)}")
+    told = Text(f"effective {100 * report.effective_time:.1f} % of {format_duration(report.wall_s)}")
     rest = sorted((item for item in report.buckets.items() if item[0] != "productive"), key=lambda item: -item[1])
     for name, seconds in rest[:count]:
         if seconds > 0:

@@ -106,12 +106,15 @@ def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
     while True:
         args = read_args(shared, patience_s=patience_s)
         spec = agent_spec(args, shared, node)
-        path = paths.agent_spec(Path(spec.local_dir))
+        folder = Path(spec.local_dir)
+        path = paths.agent_spec(folder)
         write(path, spec)
         began = time.monotonic()
+        agent_log = paths.process_log(folder, "agent")
+        log.info("node %s: the run is there; this node's agent is started, and says more in %s", node, agent_log)
         how = Spawn(
             argv=python("recovery.agent", str(path)),
-            log=paths.process_log(Path(spec.local_dir), "agent"),
+            log=agent_log,
             env=spec.env,
             dies_with_us=True,
         )

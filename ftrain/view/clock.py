@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from ftrain.units import format_bytes, format_seconds, format_share
+from ftrain.units import format_bytes, format_share
 from ftrain.view.plot import LEFT, RIGHT, WIDTH, ticks
 from ftrain.view.record import Recorded
+from recovery.durations import format_duration
 
 LANE, GAP = 26.0, 8.0
 LANES = ("attempts", "steps", "interruptions", "checkpoints")
@@ -62,8 +63,8 @@ def _attempts(run: Recorded, draw: _Lanes) -> Iterator[str]:
     for span in run.attempts:
         ready = span.end if span.ready is None else span.ready
         name = f"attempt {span.attempt}"
-        yield draw.box(0, span.start, ready, css="restart", name=f"{name}: starting, {format_seconds(ready - span.start)}")
-        yield draw.box(0, ready, span.end, css="attempt", name=f"{name}: {format_seconds(span.end - ready)}")
+        yield draw.box(0, span.start, ready, css="restart", name=f"{name}: starting, {format_duration(ready - span.start)}")
+        yield draw.box(0, ready, span.end, css="attempt", name=f"{name}: {format_duration(span.end - ready)}")
         if draw.x(span.end) - draw.x(span.start) > 24:
             yield f'<text x="{draw.x(span.start) + 5:.1f}" y="17">{span.attempt}</text>'
 
@@ -114,11 +115,11 @@ def buckets(run: Recorded) -> str:
         width = seconds / wall * WIDTH
         share = format_share(seconds, wall)
         if seconds:
-            title = f"<title>{escape(name)}: {format_seconds(seconds)}, {share}</title>"
+            title = f"<title>{escape(name)}: {format_duration(seconds)}, {share}</title>"
             bars.append(f'<rect class="{name}" x="{x:.2f}" y="0" width="{width:.2f}" height="30">{title}</rect>')
             swatch = f'<svg class="swatch" viewBox="0 0 10 10"><rect class="{name}" width="10" height="10"/></svg>'
-            rows.append(f"<tr><td>{swatch} {escape(name)}</td><td>{format_seconds(seconds)}</td><td>{share}</td></tr>")
+            rows.append(f"<tr><td>{swatch} {escape(name)}</td><td>{format_duration(seconds)}</td><td>{share}</td></tr>")
         x += width
-    total = f'<tr class="total"><td>total</td><td>{format_seconds(run.report.wall_s)}</td><td>100.0 %</td></tr>'
+    total = f'<tr class="total"><td>total</td><td>{format_duration(run.report.wall_s)}</td><td>100.0 %</td></tr>'
     bar = f'<svg class="bar" role="img" aria-label="where the time went" viewBox="0 0 {WIDTH:g} 30" preserveAspectRatio="none">'
     return f'{bar}{"".join(bars)}</svg><div class="wide"><table id="buckets">{"".join(rows)}{total}</table></div>'

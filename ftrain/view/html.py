@@ -24,6 +24,7 @@ from ftrain.view.parts import Part, parts
 from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
+from recovery.durations import format_duration
 from recovery.report_text import evidence_text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -101,7 +102,7 @@ def _head(run: Recorded) -> str:
     cards = {
         "step": f"{report.step:,}",
         "effective time": f"{100 * report.effective_time:.1f} %",
-        "since the first launch": format_seconds(report.wall_s),
+        "since the first launch": format_duration(report.wall_s),
         **{name: show(value, "") for name, value in losses.items() if value is not None},
         **({"tokens": format_count(report.tokens)} if report.tokens else {}),
         "interruptions": f"{len(report.interruptions)} ({unplanned} unplanned)",
@@ -243,7 +244,7 @@ def _interruptions(run: Recorded) -> str:
         (
             _moment(row.t), str(row.attempt), row.class_ + (" (planned)" if row.planned else ""), row.component,
             "-" if row.first_failing_rank is None else str(row.first_failing_rank), row.reason, row.action or "-",
-            str(row.steps_lost), "-" if row.down_s is None else format_seconds(row.down_s),
+            str(row.steps_lost), "-" if row.down_s is None else format_duration(row.down_s),
         )
         for row in run.report.interruptions
     ]  # fmt: skip
@@ -266,7 +267,7 @@ def _checkpoints(run: Recorded) -> str:
     if not run.checkpoints:
         return _none("none in storage")
     newest = [
-        (str(saved.step), _moment(saved.t), format_bytes(saved.nbytes), format_seconds(saved.seconds))
+        (str(saved.step), _moment(saved.t), format_bytes(saved.nbytes), format_duration(saved.seconds))
         for saved in run.checkpoints[-20:]
     ]
     failed = "".join(_how(f"step {row['step']} failed: {row['reason']}") for row in rows.failed)
@@ -292,7 +293,7 @@ def _pace(run: Recorded) -> str:
 def _attempts(run: Recorded) -> str:
     rows = [
         (str(row.attempt), row.layout or "-", str(row.ranks), f"{row.source}, step {row.restored_step}",
-         "never ready" if row.start_s is None else format_seconds(row.start_s), str(row.steps), str(row.steps_lost),
+         "never ready" if row.start_s is None else format_duration(row.start_s), str(row.steps), str(row.steps_lost),
          row.ended_by or "-")
         for row in run.report.attempts
     ]  # fmt: skip

@@ -21,6 +21,7 @@ from ftrain.units import plural
 from ftrain.view.measured import warm
 from ftrain.view.numbers import median, show
 from ftrain.view.record import Recorded
+from recovery.durations import format_duration
 from recovery.report import AttemptRow
 
 
@@ -132,7 +133,7 @@ def lines(found: Pace) -> list[str]:
 
 def left_text(found: Pace) -> str:
     """How much longer, and by what it is reckoned."""
-    return f"{plural(found.steps_left or 0, 'step')} left: {show(found.eta_s, 's')} ({found.eta_how})"
+    return f"{plural(found.steps_left or 0, 'step')} left: {format_duration(found.eta_s or 0.0)} ({found.eta_how})"
 
 
 def _line(row: PaceRow) -> str:

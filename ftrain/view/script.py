@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 
 from msgspec import Struct
 
-from ftrain.units import format_seconds, plural
+from ftrain.units import plural
 from ftrain.view.record import Recorded
+from recovery.durations import format_duration
 from recovery.events import AttemptEnded, AttemptStarted, Event, ProcessDied, RunStarted, StopRequested
 from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
@@ -126,8 +127,8 @@ def _without_steps(found: Script, run: Recorded) -> list[str]:
     return [
         f"run {report.run_id}: {state}",
         f"command: {found.command}",
-        f"running {format_seconds(found.running_s)} of {format_seconds(report.wall_s)} since the first start"
-        f" ({format_seconds(apart)} between attempts and around them)",
+        f"running {format_duration(found.running_s)} of {format_duration(report.wall_s)} since the first start"
+        f" ({format_duration(apart)} between attempts and around them)",
         "steps, lost work and effective time: not known, for the script tells no step. One line does:",
         "  `ftrain.progress(step)` in the script, or --progress-pattern for a line that it logs",
         "",
@@ -138,7 +139,7 @@ def _attempts(found: Script) -> list[str]:
     head = ("attempt", "processes", "started (UTC)", "ran", "steps told", "ended by")
     rows = [
         (str(row.attempt), str(row.processes), datetime.fromtimestamp(row.started_t, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-         format_seconds(row.ran_s), str(row.steps) if found.tells_steps else "-", row.ended_by or "-")
+         format_duration(row.ran_s), str(row.steps) if found.tells_steps else "-", row.ended_by or "-")
         for row in found.attempts
     ]  # fmt: skip
     return table(head, rows)

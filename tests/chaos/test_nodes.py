@@ -63,6 +63,8 @@ def test_a_killed_rank_and_a_lost_node_end_bit_for_bit_where_the_unbroken_run_di
         code, output = finish(parent)
         assert code == 0, output
         assert [nodes.nodes[name].wait(20) for name in ("n1", "n3")] == [0, 0]
+    said = (tmp_path / "n1.out").read_text().splitlines()
+    assert [line.partition(": ")[2].split()[0] for line in said] == ["waiting", "the", "done:"], said
     assert stored_digests(run.url) == (run.steps, unbroken)
     assert started(run) == [("init", ("n1", "n2")), ("memory", ("n1", "n2")), ("storage", ("n1", "n3"))]
     assert ready(run) == [0, 6, STEPS_KEPT]

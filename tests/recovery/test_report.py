@@ -41,7 +41,7 @@ def test_text_names_cause_decision_and_formula() -> None:
     assert ": unknown, first rank 1" in text
     assert "rank 1 ended with -9" in text
     assert "restart: first time" in text
-    assert "1 step lost, 2.00 s until all ranks were ready again" in text
+    assert "1 step lost, 2.0 s until all ranks were ready again" in text
 
 
 def test_shares_of_causes_sum_to_one_with_planned_apart() -> None:
@@ -89,7 +89,7 @@ def test_one_attempt_explained() -> None:
     assert "steps 1 to 2 finished" in text
     assert "worker of rank 1 (pid 7) ended: killed by SIGKILL\n" in text
     assert "(pid 8) ended: killed by SIGKILL, by our own signal" in text
-    assert "decided restart after 1 s: first time" in text
+    assert "decided restart after 1.0 s: first time" in text
     with pytest.raises(ReportError, match="no attempt 7"):
         explain(crashed_once(), 7)
 

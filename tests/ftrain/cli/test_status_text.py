@@ -44,6 +44,12 @@ def told(**changes: Any) -> str:
     return text
 
 
+def test_what_is_left_is_not_told_in_milliseconds() -> None:
+    run = facts()["run"]
+    assert "67 of 3000, ETA 0.90 s, loss" in told(run={**run, "eta_s": 0.9})
+    assert "67 of 3000, ETA 2h 01m, loss" in told(run={**run, "eta_s": 7260.0})
+
+
 def test_a_healthy_run_in_a_dozen_lines() -> None:
     said = told()
     assert said.splitlines() == [
@@ -52,7 +58,7 @@ def test_a_healthy_run_in_a_dozen_lines() -> None:
         "speed         620.0 ms a step, tokens/s: 3,179",
         "saved         step 60 in memory, step 26 in storage, step 20 in mirror",
         "places        localhost/0, localhost/1",
-        "rank 0        pid 9, step 67, in backward, 150.0 ms ago",
+        "rank 0        pid 9, step 67, in backward, 0.15 s ago",
         "rank 1        pid 10, has told nothing yet",
         "rank 2        is being started",
     ]

@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ftrain.cli.join import ending
 from ftrain.compose.launch import keeper_args
 from ftrain.compose.node import NoRunError, agent_spec, read_args
 from ftrain.compose.nodes import arena_nbytes, fleet_spec, node_args, num_nodes, tell_nodes
 from ftrain.config import Config
 from ftrain.load import load
+from recovery.codes import ExitCode
 from recovery.network import NoInterfaceError
 from recovery.rendezvous import control_folder
 from tests.commands import ftrain
@@ -44,7 +46,14 @@ def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) 
         read_args(tmp_path, patience_s=0.0)
     told = ftrain("join", str(tmp_path), "--wait", "0")
     assert told.returncode == 11
+    assert f"waiting for the run of {tmp_path}, 0 s at most" in told.stderr
     assert "no run has said within 0 s what nodes must know" in told.stderr
+
+
+def test_a_node_says_how_its_part_ended() -> None:
+    assert "the run has ended" in ending(ExitCode.DONE)
+    assert "another `ftrain join`" in ending(ExitCode.HELD)
+    assert "code 10; the same command" in ending(ExitCode.RETRY_SAME)
 
 
 def test_one_machine_has_no_fleet_and_several_need_their_network(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftrain.units import format_bytes, format_count, format_seconds, format_share, plural
+from recovery.durations import format_duration
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,23 @@ def test_counts(count: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.055, "0.06 s"),
+        (0.9951, "1.0 s"),
+        (1.234, "1.2 s"),
+        (59.96, "1m 00s"),
+        (7260, "2h 01m"),
+        (-0.5, "-0.50 s"),
+        (float("nan"), "unknown"),
+    ],
+)
+def test_durations_are_never_told_in_milliseconds(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 def test_shares() -> None:
