@@ -13,6 +13,7 @@ from ftrain.config import Config, KeepBest
 from ftrain.nearest import around, divisors, multiple_or_divisor, nearest, nearest_divisor, nearest_of
 from ftrain.parallel.partition import partition_layers
 from ftrain.schema import Problem
+from ftrain.schemes import SUPPORTED, is_local, why_not
 
 BYTE_VOCAB = 257
 """256 byte values and the end-of-document token."""
@@ -320,6 +321,17 @@ def _intervals(config: Config) -> Iterator[Problem]:
         yield Problem("data.heldout_fraction", given, "above 0 where something is evaluated", "nearest: 0.01")
 
 
+def _places(config: Config) -> Iterator[Problem]:
+    run, checkpoint = config.run, config.checkpoint
+    urls = {"run.url": run.url, "checkpoint.mirror_url": checkpoint.mirror_url, "checkpoint.local_url": checkpoint.local_url}
+    for path, url in urls.items():
+        if why := why_not(url):
+            yield Problem(path, f'given "{url}": {why}', SUPPORTED, "move it there")
+    for path, folder in {"run.local_dir": run.local_dir, "machine.shared_dir": config.machine.shared_dir}.items():
+        if not is_local(folder):
+            yield Problem(path, f'given "{folder}"', "a folder that this machine sees", "give a path, without a scheme")
+
+
 def _recovery(config: Config) -> Iterator[Problem]:
     recovery = config.recovery
     if recovery.backoff_max_s < recovery.backoff_s:
@@ -367,6 +379,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _ramp,
     _schedule,
     _intervals,
+    _places,
     _recovery,
     _vocabulary,
     _faults,

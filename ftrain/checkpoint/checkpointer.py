@@ -35,6 +35,7 @@ from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
 from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote, checked_step
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
+from ftrain.schemes import checked
 from ftrain.supervised import StateStored, reporter
 from storage.compress import compressor_named
 from storage.objects import ObjectStore, open_store
@@ -73,7 +74,7 @@ class Checkpointer:
         given = url if url is not None else os.environ.get(RUN, "")
         if not given:
             raise ValueError(f"where to? Checkpointer(url), or the variable {RUN}, which `ftrain supervise` sets")
-        self.url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+        self.url = checked(given) if "://" in given else os.path.abspath(os.path.expanduser(given))
         self._when_busy, self._on_error = when_busy, on_error
         self._ranks = Ranks()
         self._store: ObjectStore = open_store(self.url)

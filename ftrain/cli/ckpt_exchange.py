@@ -14,7 +14,7 @@ from ftrain.cli import render
 from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
-from ftrain.cli.types import PLACE, POSITIVE
+from ftrain.cli.types import PLACE, POSITIVE, SOURCE
 from ftrain.units import format_bytes
 from recovery.codes import ExitCode
 
@@ -65,7 +65,7 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
 
 @click.command("import")
 @click.option("--from", "form", type=click.Choice(["safetensors", "dcp"]), required=True, help="Format to read.")
-@click.argument("source", metavar="SRC", type=PLACE)
+@click.argument("source", metavar="SRC", type=SOURCE)
 @click.argument("url", metavar="URL", type=PLACE)
 @click.option(
     "--config", type=PLACE, metavar="FILE", help="Where SRC has no config.json: a run's TOML or a Hugging Face config.json."

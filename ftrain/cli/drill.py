@@ -55,8 +55,8 @@ def drill(
     """
     from ftrain.compose.drill import EXIT, DrillError, Orders
     from ftrain.compose.drill import drill as carry_out
-    from ftrain.compose.paths import is_local
     from ftrain.load import load
+    from ftrain.schemes import is_local
 
     kinds = possible(chosen("all" if faults == "table5" else faults))
     with told():

@@ -10,7 +10,7 @@ import os
 import tomllib
 from pathlib import Path
 
-from ftrain.compose.paths import is_local
+from ftrain.schemes import is_local
 
 
 def no_run(run_url: str) -> str:

@@ -15,11 +15,7 @@ from pathlib import Path
 
 from ftrain.config import Config
 from ftrain.data.stdlib import cache_root
-
-
-def is_local(url: str) -> bool:
-    """Whether the run lives in a folder of this machine."""
-    return "://" not in url or url.startswith("file://")
+from ftrain.schemes import is_local
 
 
 def folder_of(url: str) -> Path:

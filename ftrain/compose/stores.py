@@ -13,16 +13,14 @@ from typing import Any
 
 import msgspec
 
-from ftrain.compose.paths import absolute_url, is_local, local_dir_of
+from ftrain.compose.paths import absolute_url, local_dir_of
 from ftrain.config import Config, Storage
+from ftrain.schemes import CLOUDS, S3, is_local
 from storage.objects import ObjectStore, open_store
 from storage.run import RunStore
 from storage.traffic import configure
 
 __all__ = ["limit_traffic", "local_tier_url", "open_configured", "open_known", "opened_run", "store_options"]
-
-S3 = ("s3", "s3a")
-CLOUDS = ("gs", "gcs", "az", "abfs")
 
 
 def store_options(storage: Storage, url: str) -> dict[str, object]:

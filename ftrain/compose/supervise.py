@@ -21,11 +21,12 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.exporter import Exporter
 from ftrain.compose.nodes import NodeArgs, tell_nodes, this_node
 from ftrain.compose.packets import Packets
-from ftrain.compose.paths import absolute_url, is_local, local_dir_of
+from ftrain.compose.paths import absolute_url, local_dir_of
 from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.slurm import REQUEUE, JobNodes, ask_for_requeue, join_command
 from ftrain.compose.webhook import tell
 from ftrain.config import Slurm
+from ftrain.schemes import is_local
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
 from recovery.events import Event

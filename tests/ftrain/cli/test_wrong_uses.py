@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from ftrain.cli import entry
 from ftrain.cli.entry import COMMANDS, cli
 from ftrain.cli.reference import walk
+from ftrain.cli.types import PLACE
 from ftrain.starter import Facts, text
 from recovery.codes import ExitCode
 from tests.ledgers import Story, config
@@ -44,7 +45,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.stepz=3 --dry-run", 3, "did you mean `steps`"),
         ("run my.toml --set run.url=s3:// --dry-run", 0, "s3://"),
         ("run my.toml --set run.url=s3://", 5, "names no place"),
-        ("run my.toml --set run.url=http://127.0.0.1:1/x", 5, "Use a folder, s3://"),
+        ("run my.toml --set run.url=http://127.0.0.1:1/x", 3, "allowed: a folder, file://, s3://"),
+        ("run my.toml --set run.url=memory://x --dry-run", 3, "no other sees what is there"),
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
         ("run my.toml --json", 2, "--dry-run"),
@@ -78,7 +80,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report my.toml", 2, "It is a config"),
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
-        ("report foo://x", 5, "Protocol not known"),
+        ("report foo://x", 2, "foo:// is not supported; give a folder, file://, s3://"),
         ("report runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
     ],
     "compare": [
@@ -189,6 +191,31 @@ def test_a_wrong_use_is_answered_in_words(place: Path, words: str, code: int, sa
     done = use(place, words)
     assert done.exit_code == code, done.output
     assert said in done.output, done.output
+
+
+PLACES = [
+    pytest.param(path, index, id=f"{' '.join(path)} {it.name}")
+    for path, command in walk(cli, ())
+    for index, it in enumerate(it for it in command.params if isinstance(it, click.Argument))
+    if it.type is PLACE
+]
+"""Arguments that are a run, a checkpoint, or a place to write to."""
+
+
+@pytest.mark.parametrize(("path", "index"), PLACES)
+def test_a_scheme_that_no_run_can_be_at_is_refused_before_anybody_is_asked(
+    place: Path, path: tuple[str, ...], index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of FTP would ask for four minutes where the server is; `memory://` would be searched in this very process."""
+    command = next(command for other, command in walk(cli, ()) if other == path)
+    arguments = ["runs/mine" for it in command.params if isinstance(it, click.Argument)]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *given, **more: pytest.fail(f"asked for {given}"))
+    for url in ("ftp://nowhere/x", "memory://x"):
+        arguments[index] = url
+        done = use(place, " ".join((*path, REQUIRED.get(" ".join(path), ""), *arguments)))
+        assert done.exit_code == ExitCode.USAGE, done.output
+        assert url in done.output
+        assert "s3://" in done.output
 
 
 def test_a_run_that_is_there_is_not_suggested_for_itself(place: Path) -> None:

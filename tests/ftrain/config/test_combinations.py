@@ -146,6 +146,21 @@ CASES = [
     pytest.param(["checkpoint.every_steps=4"], "checkpoint.snapshot_steps", "nearest: 4", id="snapshots that never happen"),
     pytest.param(['checkpoint.retention=[{keep = "best"}]'], "checkpoint.retention", "evaluate.every_steps", id="best of none"),
     pytest.param(["evaluate.every_steps=5", "data.heldout_fraction=0"], "data.heldout_fraction", "above 0", id="no held-out"),
+    pytest.param(
+        ["run.url=memory://x"], "run.url", "no other sees what is there; allowed: a folder, file://, s3://", id="memory"
+    ),
+    pytest.param(["run.url=ftp://x/y"], "run.url", "ftp:// is not supported; allowed: a folder, file://, s3://", id="ftp"),
+    pytest.param(
+        ["checkpoint.mirror_url=memory://x"], "checkpoint.mirror_url", "no other sees what is there", id="mirror in memory"
+    ),
+    pytest.param(
+        ["checkpoint.local_url=memory://x", "checkpoint.local_every_steps=10"],
+        "checkpoint.local_url",
+        "no other sees what is there",
+        id="local tier in memory",
+    ),
+    pytest.param(["run.local_dir=s3://b/x"], "run.local_dir", "a folder that this machine sees", id="local folder elsewhere"),
+    pytest.param(["machine.shared_dir=s3://b/x"], "machine.shared_dir", "a folder", id="shared folder elsewhere"),
     pytest.param(["recovery.backoff_max_s=0.5"], "recovery.backoff_max_s", "nearest: 1.0", id="back-off"),
     pytest.param(["model.vocab=256"], "model.vocab", "nearest: 257", id="vocabulary"),
     pytest.param(["data.tokenizer=t.json"], "data.sources.0.path", "corpus of bytes", id="stdlib with a tokenizer"),

@@ -1,0 +1,35 @@
+"""Where a run's checkpoints can be: what is known by the URL alone, before anything is asked or waited for.
+
+Client libraries know many more schemes, and only find out at the first request that one is read-only, lacks options, or is
+not to be reached: after minutes of retries, made for stores that come back. Worst is the memory of a process (`memory://`):
+every process has one of its own, so that a run there waits for ever for what another process has written.
+"""
+
+from __future__ import annotations
+
+S3 = ("s3", "s3a")
+CLOUDS = ("gs", "gcs", "az", "abfs")
+SUPPORTED = "a folder, " + ", ".join(f"{scheme}://" for scheme in ("file", *S3, *CLOUDS))
+"""In words, for whoever gave another one."""
+
+
+def is_local(url: str) -> bool:
+    """Whether a place is a folder of this machine."""
+    return "://" not in url or url.startswith("file://")
+
+
+def why_not(url: str) -> str:
+    """Why nothing of a run can be at `url`, in words that follow the URL; empty: nothing speaks against its scheme."""
+    scheme = url.partition("://")[0]
+    if is_local(url) or scheme in S3 + CLOUDS:
+        return ""
+    if scheme == "memory":
+        return "each process has such a memory of its own, and no other sees what is there"
+    return f"{scheme}:// is not supported"
+
+
+def checked(url: str) -> str:
+    """The URL itself; ValueError if nothing of a run can be there."""
+    if why := why_not(url):
+        raise ValueError(f"{url}: {why}; give {SUPPORTED}")
+    return url
