@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -23,6 +25,10 @@ from recovery.events import (
 from recovery.exits import exit_text
 from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError
 
+WIDTH = 80
+_LABEL = re.compile(r" *(?:\S+ {2,}|\(\d+\) )")  # what stands before the text of a line: `cause      `, `(1) `
+_COMMAND = re.compile(r"command: |  go on  |  option .*: ftrain ")  # what somebody copies, and would copy with its breaks
+
 
 def lines(report: Report) -> list[str]:
     """The whole report, one string a line."""
@@ -32,10 +38,8 @@ def lines(report: Report) -> list[str]:
         *_buckets(report),
         "",
         "attempts",
-        *table(
-            ("attempt", "ranks", "from", "restored", "start", "steps", "lost", "ended by", "layout"),
-            map(_attempt, report.attempts),
-        ),
+        *table(("attempt", "ranks", "from", "start", "steps", "lost", "ended by"), map(_attempt, report.attempts)),
+        *_layouts_of(report.attempts),
         "",
         *_layouts(report),
         *_phases(report),
@@ -152,18 +156,15 @@ def _buckets(report: Report) -> Iterator[str]:
 def _attempt(row: AttemptRow) -> tuple[str, ...]:
     span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
     start = "never ready" if row.start_s is None else format_duration(row.start_s)
-    restored = f"step {row.restored_step}"
-    return (
-        str(row.attempt),
-        str(row.ranks),
-        row.source,
-        restored,
-        start,
-        span,
-        str(row.steps_lost),
-        row.ended_by or "-",
-        row.layout or "-",
-    )
+    state = f"{row.source}, step {row.restored_step}"
+    return (str(row.attempt), str(row.ranks), state, start, span, str(row.steps_lost), row.ended_by or "-")
+
+
+def _layouts_of(rows: Sequence[AttemptRow]) -> Iterator[str]:
+    """Which attempts had which layout: on a line of its own, because it is as long as half a table."""
+    for layout in dict.fromkeys(row.layout for row in rows if row.layout):
+        having = [str(row.attempt) for row in rows if row.layout == layout]
+        yield f"  {layout}: attempt{'s' if len(having) > 1 else ''} {', '.join(having)}"
 
 
 def _interruptions(report: Report) -> Iterator[str]:
@@ -184,7 +185,8 @@ def _interruption(row: InterruptionRow) -> Iterator[str]:
     yield f"  {_clock(row.t)}  attempt {row.attempt}: {row.class_}{was}{where}{rank}{node}"
     yield f"      cause      {row.reason} (confidence {row.confidence:.2f})"
     yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
-    yield f"      decision   {row.action or 'none'}: {row.decision}" if row.decision else "      decision   none recorded"
+    decision = row.decision.replace(f": {row.reason}", "", 1)  # which stands above
+    yield f"      decision   {row.action or 'none'}: {decision}" if row.decision else "      decision   none recorded"
     down = "not recovered" if row.down_s is None else f"{format_duration(row.down_s)} until all ranks were ready again"
     yield f"      cost       {_count(row.steps_lost, 'step')} lost, {down}"
 
@@ -196,7 +198,7 @@ def _causes(report: Report) -> Iterator[str]:
     yield from table(("component", "class", "count", "share"), map(_cause, report.causes))
     if report.mtbf_s is not None:
         high = "unbounded" if report.mtbf_high_s is None else format_duration(report.mtbf_high_s)
-        interval = f"95 % interval {format_duration(report.mtbf_low_s)} to {high}"
+        interval = f"95 %: {format_duration(report.mtbf_low_s)} to {high}"
         yield f"mean time between unplanned interruptions {format_duration(report.mtbf_s)} ({interval})"
     yield ""
 
@@ -219,6 +221,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def fold(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Lines that fit a terminal of `width` columns. What is too long goes on below its text, not below its label. Commands stay
+    whole, and so does each word, which may be a path.
+    """
+    return [part for line in lines for part in _folded(line, width)]
+
+
+def _folded(line: str, width: int) -> list[str]:
+    if len(line) <= width or _COMMAND.match(line):
+        return [line]
+    label = _LABEL.match(line)
+    margin = len(line) - len(line.lstrip())
+    hang = label.end() if label and label.end() <= width // 2 else margin + 4
+    return textwrap.wrap(line, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
 
 
 def _clock(t: float) -> str:

@@ -121,7 +121,7 @@ class Story:
         self._add(ProcessDied(t=self.t, attempt=self.attempt, kind="worker", pid=7, status=-9, rank=rank))
         self.t += 1
         verdict = Verdict(
-            class_=class_, component=component, planned=planned, first_failing_rank=rank, reason="it died", **more
+            class_=class_, component=component, planned=planned, first_failing_rank=rank, **{"reason": "it died", **more}
         )
         self._add(InterruptionClassified(t=self.t, attempt=self.attempt, verdict_id=f"v{self.attempt}", verdict=verdict))
         self._add(Decided(t=self.t, attempt=self.attempt, action="restart", reason="first time", verdict_id=f"v{self.attempt}"))

@@ -67,9 +67,9 @@ def show_report(config: Config) -> None:
     """The report of the broken run, from its ledger."""
     from ftrain.compose.ledgers import read_ledger
     from recovery.report import report
-    from recovery.report_text import lines
+    from recovery.report_text import fold, lines
 
-    render.data("\n".join(lines(report(read_ledger(config.run.url)))))
+    render.data("\n".join(fold(lines(report(read_ledger(config.run.url))))))
 
 
 def show_learning(config: Config) -> bool:

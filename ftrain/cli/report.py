@@ -41,7 +41,7 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
     from ftrain.compose.ledgers import read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
     from recovery.report import ReportError
-    from recovery.report_text import explain
+    from recovery.report_text import explain, fold
 
     with told():
         events = read_ledger(run_url, local_dir)
@@ -52,7 +52,7 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
             if attempt is not None:
                 _require_attempt(run_url, events, attempt)
                 told_lines = explain(events, attempt)
-                render.json({"attempt": attempt, "story": told_lines}) if as_json else render.data("\n".join(told_lines))
+                render.json({"attempt": attempt, "story": told_lines}) if as_json else render.data("\n".join(fold(told_lines)))
                 return
             _whole(run_url, events, folder, html=html, as_json=as_json)
         except ReportError as error:
@@ -73,7 +73,7 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     from ftrain.view import grade, pace, script, went
     from ftrain.view.parts import parts
     from ftrain.view.record import metrics_of, recorded
-    from recovery.report_text import lines
+    from recovery.report_text import fold, lines
 
     run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
     command, packet = script.script(run, events), waiting(events, folder)
@@ -95,7 +95,7 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     )
     for of, time in zip(graded, times, strict=True) if not command else ():
         told_lines += ["", *went.lines(time), "", *grade.lines(of)]
-    render.data("\n".join([*told_lines, *(["", *packet.lines()] if packet else [])]))
+    render.data("\n".join(fold([*told_lines, *(["", *packet.lines()] if packet else [])])))
 
 
 def _write(path: str, run: Recorded) -> None:

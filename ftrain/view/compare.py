@@ -192,9 +192,9 @@ def _memory(a: Side, b: Side) -> list[Row]:
     peaks = [of.predicted.peak_memory if of.predicted else None for of in (a, b)]
     return [
         Row(key="memory", label="memory of the fullest rank", unit="B", a=a.measured.peak_memory, b=b.measured.peak_memory,
-            how="measured: peak of a rank over the run"),
+            how="measured: peak of a rank over the run; on a CPU what its process took for itself since its engine was built"),
         Row(key="memory_predicted", label="memory of the fullest rank, predicted", unit="B", a=peaks[0], b=peaks[1],
-            how="ftrain plan memory: state + activations + buffers"),
+            how="ftrain plan memory, tensors alone: state + activations + buffers"),
     ]  # fmt: skip
 
 

@@ -22,14 +22,25 @@ from ftrain.view.parts import parts
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
+from recovery.report_text import table
 
 FILE = "grade.json"
+HEAD = ("", "predicted", "measured", "error")
+COMPARABLE_BYTES = 1 << 30
+"""Planned for a CPU's rank: from here on the tens of MiB that are no tensors are under the tenth by which plans are judged."""
+WHOLE = "not comparable: the whole process, with libraries and arenas"
+SMALL = (
+    "not comparable at this size: planned are tensors alone; measured is what the process took for itself since its engine was "
+    "built, with tens of MiB of Python's, of libraries' and of freed pages"
+)
+UNCOUNTED = "not measured: a CPU counts no tensors"
+UNRATED = "not predicted: the hardware profile names no peak"
 
 
 class GradeRow(Struct, frozen=True, kw_only=True):
     """One prediction. `stage` is a pipeline rank, or None for the whole run; `error` is measured over predicted, minus 1.
 
-    `apart` says why both are there and yet have no error: they are not of the same thing.
+    `apart` says why there is no error: both are there and not of the same thing, or there is a known reason why one is not.
     """
 
     key: str
@@ -87,12 +98,13 @@ def _step(said: Predicted, found: Measured) -> list[GradeRow]:
     parts = {"compute": "compute", "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp"} if step else {}
     rows = [
         _row("step_s", "step", "s", None, (step.total if step else None, found.step.value if found.step else None),
-             "ftrain plan time (none without a peak) | median of the steps"),
-        _row("bubble", "waiting for other ranks, of waiting and computing", "%", None, (said.bubble, found.idle),
+             "ftrain plan time (none without a peak) | median of the steps", "" if step else UNRATED),
+        _row("bubble", "waiting for others, of waiting and computing", "%", None, (said.bubble, found.idle),
              "ftrain plan schedule, idle of the total, with the work of the stages | (bubble + imbalance) / (these + compute)"),
         _row("exposed", "communication that nothing hides, of a step", "%", None,
              (None if step is None else (step.tp + step.cp + step.pp + step.dp + step.ep) / step.total, found.exposed),
-             "ftrain plan time, tp + cp + pp + dp + ep | tp + cp + pp + dp buckets / step, mean over the ranks"),
+             "ftrain plan time, tp + cp + pp + dp + ep | tp + cp + pp + dp buckets / step, mean over the ranks",
+             "" if step else UNRATED),
     ]  # fmt: skip
     for name, bucket in parts.items():
         also = {"compute": "recompute", "dp": "ep"}.get(name)  # experts are shared out among replicas: one bucket
@@ -143,20 +155,22 @@ def _stage_memory(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRo
     """The fullest rank of a stage, and what stays in it from step to step.
 
     A CPU counts no tensors. What comes nearest is the private memory that a rank took since its engine was built; its parts are
-    Python's and the allocator's as well, so they are not compared, and the whole process is not either.
+    Python's and the allocator's as well, so they are not compared, the whole process is not either, and that of a small model
+    is mostly theirs.
     """
     mine = sorted((rank for rank in found.memory if rank.stage == pp), key=lambda rank: rank.peak)
-    fullest, memory = (mine[-1] if mine else None), said.memory[pp]
-    parts = None if found.device == "cpu" else fullest
+    fullest, memory, cpu = (mine[-1] if mine else None), said.memory[pp], found.device == "cpu"
+    parts = None if cpu else fullest
     how = "ftrain plan memory: state + activations + buffers | peak; on a CPU of private memory since the engine was built"
-    apart = "not comparable: the whole process, with libraries and arenas" if fullest and fullest.whole else ""
-    yield _row("memory", "memory", "B", pp, (float(memory.total), float(fullest.peak) if fullest else None), how, apart)
+    apart = "" if fullest is None else WHOLE if fullest.whole else SMALL if cpu and memory.total < COMPARABLE_BYTES else ""
+    label = "memory (tensors | process's own)" if cpu else "memory"
+    yield _row("memory", label, "B", pp, (float(memory.total), float(fullest.peak) if fullest else None), how, apart)
+    apart = UNCOUNTED if cpu and fullest else ""
     how = "weights + gradients + master + moments | used between two steps"
-    yield _row("state", "state", "B", pp, (float(memory.state), float(parts.used) if parts else None), how)
+    yield _row("state", "state", "B", pp, (float(memory.state), float(parts.used) if parts else None), how, apart)
     how, active = "activations + buffers | peak - used between two steps", float(memory.activations + memory.buffers)
-    yield _row(
-        "activations", "activations and buffers", "B", pp, (active, float(parts.peak - parts.used) if parts else None), how
-    )
+    both = active, float(parts.peak - parts.used) if parts else None
+    yield _row("activations", "activations and buffers", "B", pp, both, how, apart)
 
 
 def _stage_time(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]:
@@ -169,7 +183,7 @@ def _stage_time(said: Predicted, found: Measured, pp: int) -> Iterator[GradeRow]
     mean = sum(computing) / len(computing)
     if mean and computing[pp] == max(computing):
         both = (float(cost.imbalance(said.setup)), computing[pp] / mean)
-        yield _row("slowest_over_mean", "computing of the slowest stage, over the mean", "", pp, both, "operations | compute")
+        yield _row("slowest_over_mean", "the slowest computes, over the mean", "", pp, both, "operations | compute")
 
 
 def _share_of(said: Predicted, pp: int) -> float:
@@ -201,26 +215,41 @@ def keep(found: Grade, folder: Path) -> None:
 
 
 def lines(found: Grade) -> list[str]:
-    """The grade as text; rows with neither side are left out."""
+    """The grade as text; rows with neither side are left out, and why a row has no error stands below."""
     of = f", {found.heading}" if found.heading else ""
     if found.note:
         return [f"predicted beside measured{of}: {found.note}"]
-    head = ("", "predicted", "measured", "error")
-    cells: list[tuple[str, ...]] = [head]
-    for row in shown(found):
-        where = row.label if row.stage is None else f"stage {row.stage}: {row.label}"
-        cells.append((where, show(row.predicted, row.unit), show(row.measured, row.unit), error_text(row)))
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
     told = [f"predicted beside measured{of} (hardware profile {found.hardware})"]
-    told += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    rows = [(label if stage is None else f"stage {stage}: {label}", *rest) for stage, label, *rest in cells(found)]
+    told += table(HEAD, rows)
+    told += [f"  {note}" for note in notes(found)]
     if found.mfu is not None:
         told.append(f"  MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return told
 
 
-def error_text(row: GradeRow) -> str:
-    """The error, or why there is none to be had of two figures that are both there."""
-    return row.apart if row.error is None else f"{100 * row.error:+.1f} %"
+def cells(found: Grade) -> list[tuple[int | None, str, str, str, str]]:
+    """Of each row that says something: stage, label, predicted, measured, and the error or the number of a note."""
+    reasons = _reasons(found)
+    return [
+        (row.stage, row.label, show(row.predicted, row.unit), show(row.measured, row.unit), _error_text(row, reasons))
+        for row in shown(found)
+    ]
+
+
+def notes(found: Grade) -> list[str]:
+    """Why rows have no error, by their numbers."""
+    return [f"({number}) {reason}" for number, reason in enumerate(_reasons(found), start=1)]
+
+
+def _reasons(found: Grade) -> list[str]:
+    return list(dict.fromkeys(row.apart for row in shown(found) if row.apart))
+
+
+def _error_text(row: GradeRow, reasons: list[str]) -> str:
+    if row.apart:
+        return f"({reasons.index(row.apart) + 1})"
+    return "" if row.error is None else f"{100 * row.error:+.1f} %"
 
 
 def shown(found: Grade) -> list[GradeRow]:

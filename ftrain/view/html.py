@@ -161,15 +161,12 @@ def _chart(each: plot.Plot) -> str:
 def _grade(found: grading.Grade, mark: str) -> str:
     if found.note:
         return _heading(found.heading) + _none(found.note)
-    rows = [
-        ("run" if row.stage is None else f"stage {row.stage}", row.label, show(row.predicted, row.unit),
-         show(row.measured, row.unit), grading.error_text(row))
-        for row in grading.shown(found)
-    ]  # fmt: skip
+    rows = [("run" if stage is None else f"stage {stage}", *rest) for stage, *rest in grading.cells(found)]
     mfu = "" if found.mfu is None else _how(f"MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return (
         _heading(found.heading)
-        + table(("", "what", "predicted", "measured", "error"), rows, key=f"grade{mark}")
+        + table(("", "what", *grading.HEAD[1:]), rows, key=f"grade{mark}")
+        + "".join(map(_how, grading.notes(found)))
         + mfu
         + _how(f"Hardware profile {found.hardware}. The error is measured over predicted, minus 1.")
     )
@@ -233,8 +230,8 @@ def _memory(found: grading.Grade, mark: str) -> str:
                 top += 18
         top += 6
     label = f'<svg id="memory{mark}" role="img" aria-label="memory of the ranks" viewBox="0 0 720 {top}">'
-    apart = "".join(_how(reason) for reason in dict.fromkeys(row.apart for row in rows if row.apart))
-    return _heading(found.heading) + _wide(f"{label}{''.join(bars)}</svg>") + apart
+    kinds = "".join(_how(text) for text in dict.fromkeys(row.apart or f"{row.label}: {row.how}" for row in rows))
+    return _heading(found.heading) + _wide(f"{label}{''.join(bars)}</svg>") + kinds
 
 
 def _interruptions(run: Recorded) -> str:

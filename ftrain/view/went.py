@@ -124,10 +124,10 @@ def _speed(lines: Sequence[Mapping[str, Any]]) -> Speed:
 def lines(found: Went | None) -> list[str]:
     """As text."""
     if found is None:
-        return ["where the time of a step went: not known here (metrics.jsonl is on the machine of the run)"]
+        return ["where a step's time went: not known here (metrics.jsonl is on the run's machine)"]
     speed, steps = found.speed, plural(found.steps, "step")
     return [
-        f"where the time of a step went ({found.layout}, mean of {steps}: {format_seconds(found.step_s)})",
+        f"where a step's time went ({found.layout}, mean of {steps}: {format_seconds(found.step_s)})",
         *(
             f"  {row.bucket:<11} {format_seconds(row.mean_s):>9} {format_share(row.mean_s, found.step_s):>8}"
             f"   most on rank {row.worst_rank}: {format_seconds(row.worst_s)}"
@@ -150,8 +150,8 @@ def _memory(rows: Sequence[MemoryRow], *, cpu: bool) -> list[str]:
     stages = {
         stage: max((row for row in rows if row.stage == stage), key=lambda row: row.peak) for stage in {r.stage for r in rows}
     }
-    whole = {row.rank: f" ({format_bytes(row.reserved)} with libraries and arenas)" for row in rows if cpu and row.reserved}
-    told = ["memory, at its peak"]
+    whole = {row.rank: f" (of {format_bytes(row.reserved)} with libraries and arenas)" for row in rows if cpu and row.reserved}
+    told = ["memory at its peak, each process's own since its engine was built" if whole else "memory, at its peak"]
     told += [
         f"  stage {stage}: {format_bytes(row.peak)} on rank {row.rank}{whole.get(row.rank, '')}"
         for stage, row in sorted(stages.items())

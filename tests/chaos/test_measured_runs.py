@@ -66,7 +66,7 @@ def test_everything_is_told_of_the_time_of_a_run(killed: tuple[TinyRun, str]) ->
     found = ftrain_json("report", run.url)["step_time"]
     assert sum(row["share"] for row in found["buckets"]) == pytest.approx(1)
     text = ftrain("report", run.url).stdout
-    assert "where the time of a step went" in text
+    assert "where a step's time went" in text
     assert "MFU unknown: machine.hardware is h100, the ranks compute on cpu" in text
     traces = sorted((run.local / "profiles").iterdir())
     assert [path.name for path in traces] == [f"attempt-0-steps-2-3-rank-{rank}.json" for rank in (0, 1)]

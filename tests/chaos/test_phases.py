@@ -102,7 +102,7 @@ def test_the_report_has_a_line_for_each_phase_size_and_source(corpus: str, quiet
     assert all(row["tokens_per_s"] > 0 for row in rows)
     assert [row["proof"][:10] for row in rows] == ["", "digests of", "digests of"]
     assert told["pace"]["read"] == [[corpus, 32, 112, 3584], [corpus, 64, 24, 1536]]
-    text = ftrain("report", quiet.url).stdout
+    text = " ".join(ftrain("report", quiet.url).stdout.split())
     assert "phase 1 of 0 to 2, after step 8" in text
     assert "24 sequences of 64 tokens" in text
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from recovery import events as ev
 from recovery.report import ReportError, mtbf_interval, report
-from recovery.report_text import explain, lines
+from recovery.report_text import WIDTH, explain, fold, lines
 from tests.recovery.test_state import crashed_once
 
 
@@ -92,6 +93,39 @@ def test_one_attempt_explained() -> None:
     assert "decided restart after 1.0 s: first time" in text
     with pytest.raises(ReportError, match="no attempt 7"):
         explain(crashed_once(), 7)
+
+
+def test_what_is_too_long_for_a_terminal_goes_on_below_its_text() -> None:
+    path, command = "/a/path/" + "x" * 90, "  go on     ftrain run " + " ".join(["--set a.b=1"] * 8)
+    folded = fold(["short", f"      cause      {'word ' * 20}end", f"  (1) {'why ' * 25}", f"    {path} is not there", command])
+    assert folded[0] == "short"
+    assert folded[1].startswith("      cause      word")
+    assert folded[2].startswith("                 word")
+    assert folded[4].startswith("      why")
+    assert any(path in line for line in folded), "a path is not cut"
+    assert folded[-1] == command, "a command is what somebody copies"
+    assert max(len(line) for line in folded if path not in line and line != command) <= WIDTH
+
+
+def test_layouts_of_attempts_stand_below_their_table() -> None:
+    found = report(crashed_once())
+    rows = [msgspec.structs.replace(row, layout="tp2 x cp1 x pp4 x dp16") for row in found.attempts]
+    told = lines(msgspec.structs.replace(found, attempts=rows))
+    assert "  tp2 x cp1 x pp4 x dp16: attempts 0, 1" in told
+    rows[1] = msgspec.structs.replace(rows[1], layout="dp8")
+    told = lines(msgspec.structs.replace(found, attempts=rows))
+    assert told[told.index("  tp2 x cp1 x pp4 x dp16: attempt 0") + 1] == "  dp8: attempt 1"
+    assert "  0        2      init, step 0    9.0 s   1 to 3  1     unknown" in told
+
+
+def test_the_decision_does_not_say_the_cause_again() -> None:
+    cause = "rank 1 was killed by SIGKILL"
+    row = msgspec.structs.replace(
+        report(crashed_once()).interruptions[0], reason=cause, decision=f"unknown: {cause}; first time"
+    )
+    text = "\n".join(lines(msgspec.structs.replace(report(crashed_once()), interruptions=[row])))
+    assert text.count(cause) == 1
+    assert "restart: unknown; first time" in text
 
 
 def test_an_empty_ledger_is_refused() -> None:

@@ -28,6 +28,20 @@ def test_the_page_is_written_and_the_terminal_gets_one_line(run: Path, tmp_path:
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_text_fits_a_terminal_of_80_columns_and_the_json_is_not_cut(tmp_path: Path) -> None:
+    folder, reason = tmp_path / "run", "rank 1 said " + "something at length " * 12
+    story = Story(config(), layout="tp1 x cp1 x pp1 x dp2").start().steps(3)
+    story.die(class_="object_store_throttle", reason=reason)
+    story.start().steps(5).end().write(folder)
+    text = CliRunner().invoke(report, [str(folder)]).stdout
+    assert [line for line in text.splitlines() if len(line) > 80 and "tmp" not in line] == []
+    assert reason.strip() in " ".join(text.split())
+    story = json.loads(CliRunner().invoke(report, [str(folder), "--attempt", "0", "--json"]).stdout)["story"]
+    assert any(reason.strip() in line for line in story)
+    told = CliRunner().invoke(report, [str(folder), "--attempt", "0"]).stdout
+    assert max(map(len, told.splitlines())) <= 80
+
+
 def test_page_and_json_may_both_be_had(run: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(report, [str(run), "--html", str(tmp_path / "report.html"), "--json"])
     assert json.loads(done.stdout)["step"] == 3

@@ -92,15 +92,36 @@ def test_a_layout_whose_config_is_not_told_is_not_predicted_by_another_ones(chan
     assert "no config" in found.note
 
 
-@pytest.mark.parametrize(("reserved", "peak", "comparable"), [(300 << 20, 50 << 20, True), (0, 300 << 20, False)])
-def test_a_cpu_ranks_private_memory_is_graded_and_a_whole_process_is_not(reserved: int, peak: int, comparable: bool) -> None:
-    """As recorded now, and as by earlier versions, which knew only the whole process."""
+BIG = ("model.hidden=4096", "model.ffn=16384")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reserved", "peak", "why"),
+    [
+        pytest.param(BIG, 9 << 30, 6 << 30, "", id="big enough"),
+        pytest.param((), 300 << 20, 50 << 20, "not comparable at this size", id="Python and libraries are most of it"),
+        pytest.param(BIG, 0, 9 << 30, "not comparable: the whole process", id="earlier versions knew only the whole process"),
+    ],
+)
+def test_a_cpu_ranks_private_memory_is_graded_where_it_is_mostly_tensors(
+    overrides: tuple[str, ...], reserved: int, peak: int, why: str
+) -> None:
     metrics = [line(step, device="cpu", memory=[[0, 0, 40 << 20, reserved, peak]]) for step in range(1, 21)]
-    found = graded(metrics=metrics)
-    _, measured, error = row(found, "memory", 0)
-    assert measured == peak  # of the private memory, not of the process
-    assert (error is not None) is comparable
-    assert any("not comparable" in text for text in lines(found)) is not comparable
+    found = graded(*overrides, metrics=metrics)
+    predicted, measured, error = row(found, "memory", 0)
+    assert predicted is not None
+    assert (predicted >= 1 << 30) is (overrides == BIG)
+    assert measured == peak  # of the private memory, not of the process; shown in any case
+    assert (error is None) is bool(why)
+    text = "\n".join(lines(found))
+    assert ("not comparable" in text) is bool(why)
+    assert why in text
+    assert "memory (tensors | process's own)" in text
+    assert "not measured: a CPU counts no tensors" in text  # of the planned parts: state, activations
+
+
+def test_a_gpu_counts_tensors_and_nothing_is_set_apart() -> None:
+    assert all(not row.apart for row in graded(*H100).rows)
 
 
 def test_without_a_peak_no_time_is_predicted() -> None:

@@ -98,7 +98,11 @@ def test_each_layout_has_its_own_heading_and_figures(opened: Browser) -> None:
     assert "steps 1 to 50" in headings[0]
     assert opened.value("document.querySelectorAll('#grade-0, #grade').length") == 2
     assert opened.value("document.querySelectorAll('#memory-0 rect.measured').length") == 0  # nothing recorded of its ranks
-    assert "not comparable" not in opened.value("document.querySelector('#grade').textContent")
+    notes = opened.value("document.querySelector('#predicted-beside-measured').textContent")
+    assert "(1) not predicted: the hardware profile names no peak" in notes
+    assert "not comparable at this size: planned are tensors alone" in notes
+    assert "not comparable: the whole process" not in notes
+    assert "planned are tensors alone" in opened.value("document.querySelector('#memory-of-the-ranks').textContent")
 
 
 def test_buckets_of_a_step_add_up(opened: Browser) -> None:
