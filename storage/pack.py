@@ -152,14 +152,18 @@ def bits_dtype(itemsize: int) -> np.dtype[np.unsignedinteger]:
 def plan_pack(specs: Mapping[str, ArraySpec], boxes: Sequence[tuple[str, Box]]) -> PackLayout:
     """Lay `boxes` (array name, box) one after the other in a pack, in the order given."""
     parts, position = [], 0
+    sizes: dict[tuple[object, ...], int] = {}  # of boxes that are alike: most are, with the layers of a model
     for name, box in boxes:
         spec = specs[name]
-        problem = off_grid(spec, box)
-        if problem:
-            raise ValueError(f"{name}: {problem}")
+        alike = (spec.dtype, spec.shape, spec.tile, box.offset, box.shape)
+        if alike not in sizes:
+            problem = off_grid(spec, box)
+            if problem:
+                raise ValueError(f"{name}: {problem}")
+            sizes[alike] = PartGeometry.of(spec, box.shape).nbytes
         position = -(-position // ALIGNMENT) * ALIGNMENT
         parts.append(Part(array=name, offset=box.offset, shape=box.shape, position=position))
-        position += PartGeometry.of(spec, box.shape).nbytes
+        position += sizes[alike]
     return PackLayout(specs={p.array: specs[p.array] for p in parts}, parts=tuple(parts), nbytes=position)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING
 
 from ftrain.parallel.buckets import row_units
-from ftrain.parallel.layout import Kind, ParameterSpec, row_dim
+from ftrain.parallel.layout import Kind, ParameterSpec, Placement, row_dim
 from ftrain.parallel.shape import MeshShape
 from ftrain.parallel.shards import Shards
 from storage.box import Box
@@ -103,24 +104,26 @@ def _array_spec(spec: ParameterSpec, slot: str, mesh: MeshShape, row_tile: int |
         name=f"{slot}/{spec.name}",
         shape=spec.shape,
         dtype=dtype,
-        tile=_tile(spec, mesh, row_tile, DTYPES[dtype]),
+        tile=_tile(spec.shape, spec.tp, mesh.tp, row_tile, DTYPES[dtype]),
         attributes=attributes,
     )
 
 
-def _tile(spec: ParameterSpec, mesh: MeshShape, row_tile: int | None, itemsize: int) -> tuple[int, ...]:
+@cache
+def _tile(shape: tuple[int, ...], tp: Placement, num_cuts: int, row_tile: int | None, itemsize: int) -> tuple[int, ...]:
     """The grid of storage, made finer where this layout cuts it (which only TP sizes that it does not foresee do).
 
     Stacked matrices have the grid of one, and none shares a tile with the next: expert parallelism may cut between any two.
+    Kept, because the layers of a model are alike.
     """
-    stacked = row_dim(spec.shape)
-    shape = spec.shape[stacked:]
-    if spec.tp.kind is not Kind.CUT:
+    stacked = row_dim(shape)
+    shape = shape[stacked:]
+    if tp.kind is not Kind.CUT:
         return (1,) * stacked + tile_shape(shape, itemsize, tp_dim=None, row_tile=row_tile)
-    dim = spec.tp.dim - stacked
-    if spec.tp.is_tile:
-        row_tile = gcd(spec.tp.unit, row_tile or 0)
-    tile = list(tile_shape(shape, itemsize, tp_dim=None if spec.tp.is_tile else dim, row_tile=row_tile))
-    starts = (spec.tp.interval(shape[dim], mesh.tp, index)[0] for index in range(mesh.tp))
+    dim = tp.dim - stacked
+    if tp.is_tile:
+        row_tile = gcd(tp.unit, row_tile or 0)
+    tile = list(tile_shape(shape, itemsize, tp_dim=None if tp.is_tile else dim, row_tile=row_tile))
+    starts = (tp.interval(shape[dim], num_cuts, index)[0] for index in range(num_cuts))
     tile[dim] = gcd(tile[dim], *(start for start in starts if start < shape[dim]))
     return (1,) * stacked + tuple(tile)

@@ -22,7 +22,8 @@ Pure: the same plan is computed by every rank, by the planner and by the tests.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from math import lcm, prod
 
@@ -223,21 +224,24 @@ def _blocks(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
 
 
 def _plan_bucket(group: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate) -> Bucket:
-    held = [(spec, box) for spec in group if (box := local_box(spec, mesh, coordinate))]
-    sharers = group[0].sharers(mesh.ep)
-    return replace(_place(held, mesh.shards // sharers, _row_unit(group, mesh, coordinate.pp)), sharers=sharers)
+    held, sharers = _held(group, mesh, coordinate), group[0].sharers(mesh.ep)
+    num_regions, row_unit = mesh.shards // sharers, _row_unit(group, mesh, coordinate.pp)
+    region, starts = _fit(_shapes(held), num_regions, row_unit)
+    return Bucket(tuple(Slot(*held[index], start) for start, index in starts), region, num_regions, row_unit, sharers)
+
+
+def _held(group: Sequence[ParameterSpec], mesh: MeshShape, coordinate: Coordinate) -> list[tuple[ParameterSpec, Box]]:
+    return [(spec, box) for spec in group if (box := local_box(spec, mesh, coordinate))]
 
 
 def _row_unit(group: Sequence[ParameterSpec], mesh: MeshShape, stage: int) -> int:
     """One unit for all TP indices: an array has one tile, although uneven cuts give the indices different plans."""
-    distinct: dict[tuple[tuple[int, ...], ...], list[tuple[ParameterSpec, Box]]] = {}
-    for index in range(mesh.tp):
-        held = [(spec, box) for spec in group if (box := local_box(spec, mesh, Coordinate(tp=index, pp=stage)))]
-        distinct.setdefault(tuple(box.shape for _, box in held), held)
-    legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in group if may_be_cut(spec))]
+    distinct = {_shapes(_held(group, mesh, Coordinate(tp=index, pp=stage))) for index in range(mesh.tp)}
+    kinds = {(spec.shape, spec.tp): spec for spec in group if may_be_cut(spec)}.values()
+    legal = [unit for unit in ROW_UNITS if all(_unit_is_legal(spec, mesh, unit) for spec in kinds)]
     num_regions = mesh.shards // group[0].sharers(mesh.ep)
-    costs = {unit: max(_padding(held, num_regions, unit) for held in distinct.values()) for unit in legal}
-    large = [unit for unit in legal if all(_tile_is_large(spec, unit) for spec in group if may_be_cut(spec))]
+    costs = {unit: max(_padding(shapes, num_regions, unit) for shapes in distinct) for unit in legal}
+    large = [unit for unit in legal if all(_tile_is_large(spec, unit) for spec in kinds)]
     costs = {unit: cost for unit, cost in costs.items() if unit in large} or costs
     cheap = [unit for unit, cost in costs.items() if cost <= (MAX_PADDING if unit <= WANTED_ROWS else CHEAP_PADDING)]
     return max(cheap) if cheap else min(costs, key=lambda unit: (costs[unit], -unit))
@@ -263,55 +267,67 @@ def _tile_is_large(spec: ParameterSpec, unit: int) -> bool:
     return 4 * prod(tile_shape(spec.shape[dim:], 4, tp_dim=tp_dim, row_tile=unit)) >= MIN_TILE_BYTES
 
 
-def _padding(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> float:
-    bucket = _place(held, num_regions, row_unit)
-    return bucket.padding / max(1, bucket.numel)
+Shapes = tuple[tuple[tuple[int, ...], bool], ...]
+"""Of each array of a bucket: the shape of what a place holds of it, and whether it may be cut."""
 
 
-def _place(held: Sequence[tuple[ParameterSpec, Box]], num_regions: int, row_unit: int) -> Bucket:
-    """The smallest equal regions that take everything: try, and grow by the alignment until it fits."""
-    large = [(spec, box) for spec, box in held if may_be_cut(spec)]
-    small = sorted(((spec, box) for spec, box in held if not may_be_cut(spec)), key=lambda pair: -pair[1].size)
-    cuts = [row_unit * _columns(box.shape) for _, box in large] if num_regions > 1 else []
-    align = lcm(ALIGN, *cuts)
-    total = sum(box.size for _, box in held)
-    region = _up(max(-(-total // num_regions), small[0][1].size if small else 1), align)
+def _shapes(held: Sequence[tuple[ParameterSpec, Box]]) -> Shapes:
+    return tuple((box.shape, may_be_cut(spec)) for spec, box in held)
+
+
+@lru_cache(maxsize=256)
+def _padding(shapes: Shapes, num_regions: int, row_unit: int) -> float:
+    """Which share of a bucket belongs to no parameter."""
+    numel = _fit(shapes, num_regions, row_unit)[0] * num_regions
+    return (numel - sum(prod(shape) for shape, _ in shapes)) / max(1, numel)
+
+
+@lru_cache(maxsize=256)
+def _fit(shapes: Shapes, num_regions: int, row_unit: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The smallest equal regions that take everything, and (start, which array) in the order of the buffer.
+
+    Try, and grow by the alignment until it fits. Kept, because the layers of a model are alike, and so are most buckets.
+    """
+    large = [(index, prod(shape), row_unit * _columns(shape)) for index, (shape, cut) in enumerate(shapes) if cut]
+    small = sorted(((index, prod(shape)) for index, (shape, cut) in enumerate(shapes) if not cut), key=lambda it: -it[1])
+    align = lcm(ALIGN, *{unit for _, _, unit in large}) if num_regions > 1 else ALIGN
+    total = sum(prod(shape) for shape, _ in shapes)
+    region = _up(max(-(-total // num_regions), small[0][1] if small else 1), align)
     while True:
-        slots = _try_place(large, small, region, num_regions, row_unit)
-        if slots is not None:
-            return Bucket(tuple(slots), region, num_regions, row_unit)
+        starts = _try_fit(large, small, region, num_regions)
+        if starts is not None:
+            return region, tuple(sorted(starts))
         region += _up(region // 256 + 1, align)
 
 
-def _try_place(
-    large: Sequence[tuple[ParameterSpec, Box]],
-    small: Sequence[tuple[ParameterSpec, Box]],
-    region: int,
-    num_regions: int,
-    row_unit: int,
-) -> list[Slot] | None:
-    """Large matrices one after the other, small arrays into the emptiest gap; None if something does not fit."""
-    slots, gaps, position = [], [], 0
-    for spec, box in large:
+def _try_fit(
+    large: Sequence[tuple[int, int, int]], small: Sequence[tuple[int, int]], region: int, num_regions: int
+) -> list[tuple[int, int]] | None:
+    """Large matrices one after the other, small arrays into the emptiest gap; None if something does not fit.
+
+    `large`: which array, its elements, those between two places where it may be cut; `small`: which, elements.
+    """
+    starts, gaps, position = [], [], 0
+    for index, size, unit in large:
         start = _up(position, ALIGN)
-        if start // region != (start + box.size - 1) // region:  # it crosses a cut
-            start = _up(position, row_unit * _columns(box.shape))
+        if start // region != (start + size - 1) // region:  # it crosses a cut
+            start = _up(position, unit)
         gaps.append((position, start))
-        slots.append(Slot(spec, box, start))
-        position = start + box.size
+        starts.append((start, index))
+        position = start + size
     if position > region * num_regions:
         return None
     spans = (*gaps, (position, region * num_regions))
     free = [(start - stop, start) for span in spans for start, stop in _within_regions(*span, region)]
     heapify(free)  # the largest first; of two equal ones the lower
-    for spec, box in small:
+    for index, size in small:
         left, start = free[0] if free else (0, 0)
-        if -left < box.size:
+        if -left < size:
             return None
-        slots.append(Slot(spec, box, start))
-        taken = min(_up(box.size, ALIGN), -left)
+        starts.append((start, index))
+        taken = min(_up(size, ALIGN), -left)
         heapreplace(free, (left + taken, start + taken))
-    return sorted(slots, key=lambda slot: slot.start)
+    return starts
 
 
 def _within_regions(start: int, stop: int, region: int) -> Iterator[tuple[int, int]]:

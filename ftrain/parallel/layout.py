@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import gcd, prod
 
 from ftrain.config import Axis, Model
@@ -229,13 +230,19 @@ def local_box(spec: ParameterSpec, mesh: MeshShape, coordinate: Coordinate) -> B
     """The box of the logical array that this place computes with, or None if it holds nothing of it."""
     if coordinate.pp not in spec.stages:
         return None
-    offset, shape = [0] * len(spec.shape), list(spec.shape)
-    cuts = [(spec.tp, mesh.tp, coordinate.tp)]
     if spec.sharers(mesh.ep) > 1:
-        cuts.append((spec.ep, mesh.ep, mesh.shard(coordinate) % mesh.ep))
+        cuts = ((spec.tp, mesh.tp, coordinate.tp), (spec.ep, mesh.ep, mesh.shard(coordinate) % mesh.ep))
+        return _cut_box(spec.shape, cuts)
+    return _cut_box(spec.shape, ((spec.tp, mesh.tp, coordinate.tp),))
+
+
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _cut_box(whole: tuple[int, ...], cuts: tuple[tuple[Placement, int, int], ...]) -> Box | None:
+    """What remains of an array behind its cuts: (placement, size of the axis, index along it) each."""
+    offset, shape = [0] * len(whole), list(whole)
     for placement, size, index in cuts:
         if placement.kind is Kind.CUT:
-            start, stop = placement.interval(spec.shape[placement.dim], size, index)
+            start, stop = placement.interval(whole[placement.dim], size, index)
             if start == stop:
                 return None
             offset[placement.dim], shape[placement.dim] = start, stop - start

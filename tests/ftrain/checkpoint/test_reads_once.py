@@ -5,12 +5,17 @@ On the boxes of `parallel.layout`, through the manifest and the planner of every
 
 from __future__ import annotations
 
+from collections import Counter
+from types import ModuleType
+
 import pytest
 
 from ftrain.checkpoint.layout import rank_layout, rank_layouts
 from ftrain.config import Config
 from ftrain.load import parse
+from ftrain.parallel import arrays, buckets
 from ftrain.parallel.shape import mesh_shape
+from storage import pack
 from storage.box import Box
 from storage.manifest import Manifest, PackInfo, PackManifest
 from storage.merge import merge
@@ -81,6 +86,36 @@ EXPERTS = ("model.experts=4", "parallel.ranks=8", "parallel.tp=2")
 def test_what_places_have_in_common_is_planned_once_for_all(overrides: tuple[str, ...]) -> None:
     config = parse(BASE, list(overrides))
     assert list(rank_layouts(config)) == [rank_layout(config, place) for place in mesh_shape(config).coordinates()]
+
+
+def test_layers_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `ftrain doctor` and every start ask of thousands of layers: what one is like is found out for all of them."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        call = getattr(module, name)
+
+        def count(*given: object, **more: object) -> object:
+            calls[name] += 1
+            return call(*given, **more)
+
+        monkeypatch.setattr(module, name, count)
+
+    counted(arrays, "tile_shape")
+    counted(buckets, "_try_fit")
+    counted(pack, "off_grid")
+
+    def work(layers: int) -> Counter[str]:
+        for kept in (arrays._tile, buckets._fit, buckets._padding):
+            kept.cache_clear()
+        calls.clear()
+        settings = [f"model.layers={layers}", "parallel.ranks=2", "parallel.tp=2", "parallel.bucket_mib=1"]
+        assert len(list(rank_layouts(parse(BASE, settings)))) == 2
+        return calls.copy()
+
+    few, many = work(4), work(64)
+    assert many == few
+    assert set(few) == {"tile_shape", "_try_fit", "off_grid"}
 
 
 @pytest.mark.parametrize("saved", ["one", "dp3", "tp4", "tp2 pp2 dp2"])
