@@ -100,6 +100,8 @@ def import_command(form: Any, source: str, url: str, config: str | None, as_json
 def copy_command(source: str, destination: str, take_over: bool, as_json: bool) -> None:
     """Copy a checkpoint to another URL, read it back there, and commit it. Started again, it goes on where it was.
 
+    A run that lives on this machine is not taken over: stop it first.
+
     \b
     Example:
       ftrain ckpt cp runs/demo@150 s3://mirror/demo
@@ -107,10 +109,14 @@ def copy_command(source: str, destination: str, take_over: bool, as_json: bool) 
     import msgspec
 
     from ftrain.cli.ckpt import opened
+    from ftrain.compose.holder import check_not_here
+    from ftrain.compose.paths import absolute_url, local_dir_of
     from storage.copy import copy_checkpoint
 
     base, step = split_step(source)
     with opened(base) as run, opened(destination) as target:
+        if take_over:
+            check_not_here(target.store, local_dir_of(absolute_url(destination)))
         done = copy_checkpoint(run.open(step), target, take_over=take_over, progress=_shown())
     if as_json:
         render.json(msgspec.to_builtins(done))

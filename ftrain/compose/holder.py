@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from recovery.agent_record import living_agent
 from recovery.launch import start_time
-from recovery.owner import HeldError, Owner, inherits, this_process
+from recovery.owner import HeldError, Owner, claim, inherits, this_process
 from storage.errors import StorageError
 from storage.lease import Held, read_holder, release, renew
 from storage.objects import ObjectStore
 
-__all__ = ["Holder", "check_holder"]
+__all__ = ["Holder", "check_holder", "check_not_here"]
 
 RENEWALS = 3  # in each lease: two may fail before anybody thinks we are gone
 
@@ -33,15 +35,38 @@ def check_holder(store: ObjectStore, *, take_over: bool) -> None:
     if owner is None or inherits(owner):
         return
     if owner.host == here.host:
-        if owner.boot_id != here.boot_id or start_time(owner.pid) != owner.start_time:
-            return  # it is dead, and this host knows
-        raise HeldError(
-            f"{store.url} is held by {owner.describe()}; use `ftrain status` to watch it or `ftrain stop` to end it"
-        )
+        if _lives(owner, here):
+            raise HeldError(
+                f"{store.url} is held by {owner.describe()}; use `ftrain status` to watch it or `ftrain stop` to end it"
+            )
+        return
     raise HeldError(
         f"{store.url} is held by {owner.describe()}: it renewed its lease {held.record.lease_s - held.left_s:.0f} s ago. Stop "
         f"it there, wait {max(held.left_s, 0):.0f} s for the lease to end if it is dead, or pass --take-over if it surely is"
     )
+
+
+def check_not_here(store: ObjectStore, folder: Path) -> None:
+    """HeldError if the run lives on this host, where nobody need guess: by its lock in `folder`, its agent, or its lease.
+
+    `folder`: the run's local one, if it has the usual one. For whoever takes a run over without running it.
+    """
+    if folder.is_dir():
+        claim(folder, take_over=True).release()
+        if (agent := living_agent(folder)) is not None:
+            raise HeldError(
+                f"workers of {store.url} still step (agent: process {agent.pid}): `ftrain run` goes on with them; without it "
+                "they end by themselves (recovery.lease_s)"
+            )
+    held = read_holder(store)
+    owner, here = _owner(held) if held is not None and not held.record.released else None, this_process()
+    if owner is not None and owner.host == here.host and _lives(owner, here):
+        raise HeldError(f"{store.url} is held by {owner.describe()}; `ftrain stop` ends it")
+
+
+def _lives(owner: Owner, here: Owner) -> bool:
+    """Whether an owner on this host is alive: the host knows."""
+    return owner.boot_id == here.boot_id and start_time(owner.pid) == owner.start_time
 
 
 def _owner(held: Held) -> Owner | None:

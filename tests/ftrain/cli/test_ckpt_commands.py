@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +16,13 @@ from click.testing import CliRunner
 
 import ftrain
 from ftrain.cli.ckpt import ckpt
+from recovery import agent_record, paths
+from recovery.agent_record import AgentRecord
+from recovery.codes import ExitCode
+from recovery.owner import Owner, claim, this_process
 from storage.compress import Compressor
+from storage.epoch import read_epochs
+from storage.lease import renew
 from storage.objects import open_store
 from storage.run import RunStore
 from tests.storage import building
@@ -53,6 +61,43 @@ def test_ls_shows_what_is_known_and_nothing_else(run: RunStore) -> None:
     assert "the run went back to before step 15: loss spike" in rows["20"]
     assert rows["30"].split() == ["30", "incomplete", "there", "is", "no", "commit"]  # neither a date of 1970 nor epoch -1
     assert [row["state"] for row in facts("ls", run.store.url)] == ["valid", "tainted", "incomplete"]
+
+
+def test_a_run_that_lives_here_is_not_taken_over_by_a_copy(run: RunStore, tmp_path: Path) -> None:
+    """By its lock, its agent, its lease: whichever is left. What is dead, or on another host, is taken as the option says."""
+    there = RunStore(open_store(str(tmp_path / "there")))
+    save(there, VALUES, step=5, epoch=there.take_epoch(owner={}))
+    folder, here = tmp_path / "there/local", this_process()
+
+    def copy() -> tuple[int, str]:
+        done = CliRunner().invoke(ckpt, ["cp", f"{run.store.url}@10", there.store.url, "--take-over"])
+        return done.exit_code, done.output
+
+    def hold(owner: Owner) -> None:
+        renew(there.store, epoch=0, owner=msgspec.to_builtins(owner), lease_s=600.0)
+
+    live = claim(folder)
+    code, said = copy()
+    assert code == ExitCode.HELD
+    assert f"process {here.pid}" in said
+    assert "ftrain stop" in said
+    live.release()
+    agent = agent_record.lock(folder)
+    assert agent is not None
+    record = AgentRecord(node="here", pid=here.pid, start_time=here.start_time, boot_id=here.boot_id)
+    paths.agent_record(folder).write_bytes(msgspec.json.encode(record))
+    assert copy()[0] == ExitCode.HELD
+    os.close(agent)
+    hold(here)
+    code, said = copy()
+    assert code == ExitCode.HELD
+    assert "ftrain stop" in said
+    assert read_epochs(there.store).newest == 0, "nobody was fenced"
+    hold(msgspec.structs.replace(here, start_time=here.start_time + 1))  # the number was given to another process
+    assert copy()[0] == 0
+    assert read_epochs(there.store).newest == 1
+    hold(msgspec.structs.replace(here, host="elsewhere"))
+    assert copy()[0] == 0
 
 
 def test_a_tainted_checkpoint_is_shown_and_verified_by_its_step(run: RunStore) -> None:
