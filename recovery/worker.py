@@ -115,6 +115,7 @@ class WorkerContext:
                 self._ring()
             if self._channel.wants_write:
                 self._channel.drain(SEND_LIMIT_S, full=self._ring)
+                self._ring()  # the rest went after the last ring: who heard that one may have read before it came
             if self._channel.closed:
                 raise AgentGoneError(f"rank {self.rank}: the agent's socket is closed")
 
