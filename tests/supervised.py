@@ -108,3 +108,8 @@ def supervised(folder: Path, *words: str, env: dict[str, str] | None = None) -> 
 def python(*words: str) -> tuple[str, ...]:
     """A command that runs this interpreter."""
     return ("--", sys.executable, *words)
+
+
+def standing(places: str, *words: str) -> tuple[str, ...]:
+    """A command that runs this script, which stands still at these places (see `tests/stands.py`) until it is killed."""
+    return python(str(Path(__file__).with_name("stands.py")), places, *words)

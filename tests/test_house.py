@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import syntax
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ftrain", "storage", "recovery")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -32,7 +34,7 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_a_file_keeps_the_house_measures(path: Path) -> None:
     text = path.read_text()
-    tree = ast.parse(text)
+    tree = syntax(path)
     problems = []
     if text.count("\n") > MAX_FILE and name(path) not in LONG_FILES:
         problems.append(f"{text.count(chr(10))} lines, at most {MAX_FILE}")
@@ -55,7 +57,7 @@ def test_everything_public_has_a_docstring(package: str) -> None:
         f"{name(path)}:{node.lineno} {node.name}"
         for path in SOURCES
         if name(path).startswith(package + "/")
-        for node in ast.parse(path.read_text()).body
+        for node in syntax(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
     ]
     assert not missing
@@ -66,7 +68,7 @@ def test_most_of_ftrain_has_docstrings() -> None:
         node
         for path in SOURCES
         if name(path).startswith("ftrain/")
-        for node in ast.parse(path.read_text()).body
+        for node in syntax(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
     documented = sum(bool(ast.get_docstring(node)) for node in nodes)

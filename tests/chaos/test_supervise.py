@@ -24,7 +24,7 @@ from storage.local import LocalStore
 from storage.run import RunStore
 from tests.commands import ftrain, ftrain_json
 from tests.hooks import hook
-from tests.supervised import python, supervised
+from tests.supervised import python, standing, supervised
 from tests.undisturbed import DDP, EXAMPLES, STEPS, Ends, ends
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -182,7 +182,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, word
 
 
 def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path, undisturbed: Ends) -> None:
-    with supervised(tmp_path, "--nproc", "2", *python(*DDP)) as run:
+    with supervised(tmp_path, "--nproc", "2", *standing("1:0:125", *DDP)) as run:
         run.wait_event(CheckpointCommitted, lambda event: event.step >= 20)
         os.kill(run.workers()[1], signal.SIGKILL)
         code, out, err = run.wait()

@@ -30,7 +30,7 @@ from storage.run import RunStore
 from tests.commands import ftrain
 from tests.nodes_run import nodes_run
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster, wait_until
-from tests.supervised import Supervised, python, supervised
+from tests.supervised import Supervised, python, standing, supervised
 from tests.undisturbed import DDP, EXAMPLES, Ends, ends
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -95,11 +95,11 @@ def test_a_job_on_two_nodes_loses_a_rank_and_an_agent_and_ends_where_one_machine
     cluster: SlurmCluster, tmp_path: Path, undisturbed: Ends
 ) -> None:
     """Two ranks compute the same wherever they are."""
-    job = Job(cluster, tmp_path, "--nnodes", "2", "--nproc", "1", *python(*DDP))
+    job = Job(cluster, tmp_path, "--nnodes", "2", "--nproc", "1", *standing("1:0:65,1:1:185", *DDP))
     job.wait_for(CheckpointCommitted, step=20)
     job.kill_rank(1)
     job.wait_for(Ready, 2)
-    job.wait_for(CheckpointCommitted, step=80)
+    job.wait_for(CheckpointCommitted, step=100)
     job.kill_agent("n2")
     job.wait_state("COMPLETED")
     assert ends(job.output(), tmp_path / "run") == undisturbed
@@ -110,7 +110,7 @@ def test_a_job_on_two_nodes_loses_a_rank_and_an_agent_and_ends_where_one_machine
     resumed = [event.step for event in job.events(Ready)]  # type: ignore[attr-defined]
     assert resumed[0] == 0
     assert resumed[1] >= 20
-    assert resumed[2] >= 80
+    assert resumed[2] >= 100
     died = [(event.kind, event.node) for event in job.events(ProcessDied) if not event.ours]  # type: ignore[attr-defined]
     assert ("agent", "n2") in died
 
