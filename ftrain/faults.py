@@ -2,7 +2,7 @@
 pays one comparison.
 
 A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act
-ends. Points:
+ends. So do a few words in the process's log, for those who read the report of what followed. Points:
 
 - in a worker: `step` (between two steps), `gradients` (complete, not yet voted on), `copy` (in the
   middle of a snapshot), `restore` (after the state is back)
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from ftrain.config import Fault
+from recovery.injected import announcement
 from recovery.memory import cgroup_limits
 from storage.objects import Bytes, ObjectStore
 from storage.wrapper import WrappingStore
@@ -57,6 +59,8 @@ class Faults:
         """Named point `point` was reached at `step`: do what each fault that is armed there says."""
         for number, fault in self._armed:
             if fault.at == point and step >= fault.step and self._claim(number):
+                sys.stderr.write(f"{announcement(number, fault.kind, point, step)}\n")
+                sys.stderr.flush()
                 self._act(fault, step)
 
     def _claim(self, number: int) -> bool:

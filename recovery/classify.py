@@ -18,6 +18,7 @@ from recovery.culprit import first_failing
 from recovery.events import Action, EvidenceLine, Verdict
 from recovery.evidence import Evidence
 from recovery.exits import ended_text, sender_text
+from recovery.injected import announced
 from recovery.observe import Observation, observe
 from recovery.reading import Reader, read
 from recovery.templates import ClassMeaning, Overrides, Signature, Table, default_table
@@ -75,6 +76,8 @@ def explain(case: Evidence, table: Table | None = None) -> Explanation:
     reader = read(case, table)
     matches, noise = observe(case, reader, table)
     verdict = _verdict(case, reader, table, matches)
+    said = tuple(line for line in announced(case, verdict.first_failing_rank) if line not in verdict.evidence)
+    verdict = replace(verdict, evidence=verdict.evidence + said[-SHOWN:])
     considered = tuple(
         Considered(
             where=match.line.where,

@@ -20,6 +20,9 @@ from msgspec import Struct
 
 TAIL_BYTES = 256 * 1024  # of each rank's log: the end is where the error is, and a verdict must not wait for gigabytes
 
+NO_AGENT = "the agent did not answer"
+NO_COUNTER = "no memory cgroup counts out-of-memory kills here"
+
 
 class Evidence(Struct, frozen=True, kw_only=True):
     """Everything a verdict may rest on. Unknown fields of a case file (labels) are ignored."""
@@ -140,7 +143,7 @@ def kernel_and_kills(watch: OomWatch, *, since_s: float, path: str = "/dev/kmsg"
     else's because its kill was not counted yet.
     """
     told = kernel_log(since_s=since_s, path=path)
-    kills = watch.source()
+    kills = watch.source() if watch.counts else Finding(notes=(NO_COUNTER,))
     return merge([our_kernel_log(told) if watch.counts and not kills.scheduler else told, kills])
 
 

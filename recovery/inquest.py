@@ -14,7 +14,7 @@ from recovery import events
 from recovery.attempt import AgentLostError, Attempt, Trouble
 from recovery.delegate import Delegate
 from recovery.desk import Desk
-from recovery.evidence import Evidence
+from recovery.evidence import NO_AGENT, Evidence
 from recovery.handling import Handling
 from recovery.inquiry import Case, blame, judge
 from recovery.messages import CollectEvidence, EvidenceCollected
@@ -96,7 +96,7 @@ class Inquest:
         request = CollectEvidence(id=self._evidence_id, dump_stacks=more or bool(trouble.stalled))
         answer = self._handling.ask(request, (EvidenceCollected,), self._spec.evidence_s)
         self._handling.stop_workers("another rank failed" if not trouble.stalled else "no progress")
-        gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=("the agent did not answer",))
+        gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=(NO_AGENT,))
         if trouble.stalled:
             issued = {rank: beat.collective for rank, beat in attempt.beats.items()}
             said = (blame(self._desk.journal, attempt.number, ranks, gathered, issued), *said)

@@ -66,6 +66,10 @@ def test_row_76_a_killed_worker_costs_at_most_a_snapshot_interval(
     verdicts = [event.verdict for event in events if isinstance(event, InterruptionClassified)]
     assert [verdict.first_failing_rank for verdict in verdicts] == [1]
     assert any("-9" in line.text or "SIGKILL" in line.text for line in verdicts[0].evidence)
+    assert verdicts[0].class_ == "unknown"  # of a SIGKILL nothing more is known, whoever sent it
+    said = "[rank1]: injected by this run's config: faults.0 kill at "
+    assert any(line.text.startswith(said) for line in verdicts[0].evidence)
+    assert "SIGKILL, injected by this run's config" in verdicts[0].reason
 
 
 @pytest.mark.slow

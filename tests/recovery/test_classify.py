@@ -18,7 +18,8 @@ import pytest
 
 from recovery.classify import classify, explain
 from recovery.events import Verdict
-from recovery.evidence import Evidence
+from recovery.evidence import NO_COUNTER, Evidence
+from recovery.injected import announcement
 from recovery.literals import compiled, required_literals
 from recovery.templates import Table, TableError, default_table, load_table
 from tests.recovery.verdicts import STEPS, verdict
@@ -134,12 +135,23 @@ def test_nothing_known_is_unknown() -> None:
         ({"exit": {"0": 1, "1": -9}}, "rank 1 was killed by SIGKILL, sent by nobody known: no out-of-memory kill on record"),
         (
             {"exit": {"0": 1, "1": -9}, "order": ["1", "0"]},  # as a supervisor writes it down
-            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, no out-of-memory kill on record",
+            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, "
+            "no out-of-memory kill counted by its memory cgroup, none in the kernel log",
+        ),
+        (
+            {"exit": {"0": 1, "1": -9}, "order": ["1"], "notes": [f"n1: {NO_COUNTER}"]},
+            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, "
+            "no memory cgroup counts out-of-memory kills here, none in the kernel log",
+        ),
+        (
+            {"exit": {"0": 1, "1": -9}, "order": ["1"], "notes": ["kernel log: no answer within 0.8 s"]},
+            "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, "
+            "whether by the kernel for want of memory could not be asked",
         ),
         (
             {"exit": {"0": 1, "1": -9}, "order": ["1"], "notes": ["kernel log: not readable: Operation not permitted"]},
             "rank 1 was killed by SIGKILL, sent by nobody known: not by this supervisor, "
-            "no out-of-memory kill on record (the kernel log could not be read)",
+            "no out-of-memory kill counted by its memory cgroup, the kernel log could not be read",
         ),
         (
             {"exit": {"0": 1, "1": 137}},
@@ -161,7 +173,14 @@ def test_a_bare_status_in_words_and_who_did_not_send_the_signal(evidence: dict[s
 def test_an_out_of_memory_kill_on_record_is_not_denied() -> None:
     kill = "Out of memory: Killed process 4 (python) total-vm:1kB"
     found = verdict(exit={"0": 1, "1": -9}, order=["1"], kernel=[kill])
-    assert (found.class_, "on record" in found.reason) == ("host_oom", False)
+    assert (found.class_, "out-of-memory kill" in found.reason) == ("host_oom", False)
+
+
+def test_another_ranks_injected_fault_explains_nothing() -> None:
+    found = verdict(exit={"0": -9, "1": 1}, order=["0", "1"], log=[f"[rank1]: {announcement(0, 'slow', 'step', 3)}"])
+    assert found.first_failing_rank == 0
+    assert "sent by nobody known" in found.reason
+    assert "injected" not in "".join(line.text for line in found.evidence)
 
 
 CLOSED = "[rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
