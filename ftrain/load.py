@@ -84,12 +84,15 @@ def parse(text: str, overrides: Sequence[str] = (), *, origin: str = "config") -
 
 def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequence[Problem] = ()) -> Config:
     """The config in plain data, e.g. as the ledger or a manifest recorded it. `problems` were found before."""
+    from ftrain.train.certify import layouts  # which are configs as well
+
     found = [*problems, *check(data, Config), *phases.table_problems(data)]
     if found:
-        raise ConfigProblems([*found, *certain_combinations(data)], origin)
+        raise ConfigProblems([*found, *certain_combinations(data), *layouts.misspelt(data)], origin)
     config = msgspec.convert(data, Config)
     impossible = [*combinations(config), *phases.problems(config)] or list(course.problems(config))
     impossible += _hardware(config)
+    impossible += layouts.misspelt(data) if impossible else layouts.problems(config)  # one mistake is told once, not of each
     if impossible:
         raise ConfigProblems(impossible, origin)
     return config

@@ -47,7 +47,7 @@ def certify(
     if not chosen or set(chosen) - set(MODES):
         raise click.UsageError(f"--modes {modes!r}: wanted some of {', '.join(MODES)}")
     with told(), tempfile.TemporaryDirectory(prefix="ftrain-certify-") as folder:
-        loaded = load(config, overrides)
+        loaded = load(config, (*overrides, *(["certify.layouts=[]"] if layouts else [])))
         parsed = parse_layouts(layouts or ";".join(loaded.certify.layouts), loaded)
         with Pool(max(layout.config.parallel.ranks for layout in parsed)) as pool:
             certifier = Certifier(pool=pool, folder=Path(folder), steps=steps, modes=chosen, note=render.note)

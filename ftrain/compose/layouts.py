@@ -23,7 +23,7 @@ from ftrain.checkpoint.layout import layout_text, rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS, area_name, is_peer, peer_name
 from ftrain.compose.args import Memo, WorkerArgs, worker_spec
 from ftrain.compose.seats import in_whole_groups, seated
-from ftrain.config import Config, Parallel
+from ftrain.config import Certify, Config, Parallel
 from ftrain.load import changes, parse, resolve, to_toml
 from ftrain.phases import effective, with_layout
 from ftrain.plan.elastic import best, rate
@@ -165,16 +165,16 @@ class Layouts:
             overrides.append(f"parallel.ranks={int(args['ranks'])}")
         if not overrides:
             raise ValueError("nothing was asked for: give --ranks N, or --set parallel.tp=N")
-        bare = replace(self.wish, faults=())
+        bare = replace(self.wish, faults=(), certify=Certify())
         try:
-            return replace(parse(to_toml(bare), overrides, origin="resize"), faults=self.wish.faults)
+            return replace(parse(to_toml(bare), overrides, origin="resize"), faults=self.wish.faults, certify=self.wish.certify)
         except ConfigProblems as error:
             raise ValueError(str(error)) from error
 
     def _checked(self, whole: Config) -> Config:
         """Later phases have what this one does not name otherwise: they must be possible too."""
         try:
-            resolve(msgspec.to_builtins(replace(whole, faults=())), origin="resize")
+            resolve(msgspec.to_builtins(replace(whole, faults=(), certify=Certify())), origin="resize")
         except ConfigProblems as error:
             raise ValueError(str(error)) from error
         return whole

@@ -181,7 +181,7 @@ def _resolved(plain: Mapping[str, Any] | None) -> Config | None:
     from ftrain.load import ConfigProblems, resolve
 
     try:
-        return resolve(plain) if plain else None
+        return resolve({**plain, "certify": {}}) if plain else None
     except ConfigProblems:
         return None
 

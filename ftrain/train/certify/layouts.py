@@ -10,6 +10,7 @@ Pure: no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -44,7 +45,7 @@ class Layout:
 
 def parse_layouts(text: str, config: Config) -> list[Layout]:
     """All layouts of a list separated by semicolons; ConfigProblems names every problem of every one of them."""
-    names = [name for item in text.split(";") if (name := "".join(item.split()))]
+    names = _names(text)
     problems: list[Problem] = []
     layouts = []
     for name in dict.fromkeys(names):
@@ -59,13 +60,47 @@ def parse_layouts(text: str, config: Config) -> list[Layout]:
     return layouts
 
 
+def problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with `certify.layouts` of a config with which nothing else is."""
+    for index, text in enumerate(config.certify.layouts):
+        if not _names(text):
+            yield Problem(f"certify.layouts.{index}", f'given "{text}"', 'a layout such as "tp=2,pp=2"')
+            continue
+        try:
+            parse_layouts(text, config)
+        except ConfigProblems as error:
+            yield from (_of_item(index, text, problem) for problem in error.problems)
+
+
+def misspelt(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with the words of `certify.layouts`, told from plain data: for a config with which more is wrong."""
+    section = data.get("certify")
+    written = section.get("layouts") if isinstance(section, Mapping) else None
+    for index, text in enumerate(written if isinstance(written, list | tuple) else ()):
+        for name in _names(text) if isinstance(text, str) else ():
+            try:
+                _items(name)
+            except ConfigProblems as error:
+                yield from (_of_item(index, text, problem) for problem in error.problems)
+
+
+def _of_item(index: int, text: str, problem: Problem) -> Problem:
+    """The same problem, where the config has it."""
+    where = problem.path.removeprefix(f"{''.join(text.split())}: ")
+    return replace(problem, path=f"certify.layouts.{index}", given=f'given "{text}": {where}: {problem.given}')
+
+
 def in_mode(config: Config, mode: str) -> Config:
     """The same training, computed in the dtype of a mode."""
     return msgspec.structs.replace(config, machine=msgspec.structs.replace(config.machine, compute_dtype=DTYPES[mode]))
 
 
+def _names(text: str) -> list[str]:
+    return [name for item in text.split(";") if (name := "".join(item.split()))]
+
+
 def _applied(name: str, config: Config) -> Config:
-    data: dict[str, Any] = msgspec.to_builtins(config)
+    data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(config, certify=Certify()))
     plain = msgspec.to_builtins(Parallel())
     data["parallel"] |= {key: plain[key] for key in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages", "layer_counts")}
     data["faults"] = []

@@ -64,7 +64,7 @@ def test_impossible_layouts_are_refused_before_anything_starts():
 
 @pytest.mark.dist
 def test_a_rank_that_raises_fails_its_layout_only(tmp_path):
-    config = load(CONFIG, ["model.layers=2", "data.seq_len=8"])
+    config = load(CONFIG, ["model.layers=2", "data.seq_len=8", "certify.layouts=[]"])
     with Pool(2, env={"PYTHONPATH": str(HERE)}) as pool:
         with pytest.raises(TaskFailedError, match="rank 1: ValueError: I am rank 1"):
             pool.run([], world=2, defect="certify_defects:raises_on_rank_1")

@@ -50,6 +50,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
         ("run my.toml --json", 2, "--dry-run"),
+        ('run my.toml --set certify.layouts=["tp=x"] --dry-run', 3, """certify.layouts.0: given "tp=x": tp: given 'x'"""),
         ("run my.toml --set run.url=runs/spoilt", 4, "move the segment away"),
     ],
     "supervise": [
@@ -165,6 +166,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"),
         ("certify my.toml --layouts tp", 3, "key=value"),
         ("certify my.toml --layouts tp=x", 3, "whole number"),
+        ('certify my.toml --set certify.layouts=["tp=x"] --layouts tp', 3, "tp: given ''; allowed: key=value"),
     ],
     "classify": [("classify nothere", 2, "does not exist")],
     "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],

@@ -76,6 +76,14 @@ def test_a_resize_that_a_later_phase_cannot_have_is_refused_and_changes_nothing(
     assert layouts.whole.parallel == before.parallel
 
 
+def test_what_is_to_be_certified_does_not_stand_in_the_way_of_a_resize() -> None:
+    """dp=4 needs four micro-batches: the list that goes with the config's own micro-batch does not go with every wish."""
+    layouts = Layouts(load(str(CONFIG), ('certify.layouts=["dp=4"]', "batch.global_batch=4", "batch.micro_batch=1")))
+    layouts.resize({"set": ["batch.micro_batch=2"]}, PLACES)
+    assert layouts.now.batch.micro_batch == 2
+    assert layouts.whole.certify.layouts == ("dp=4",)
+
+
 def test_a_successor_knows_the_phase() -> None:
     layouts = Layouts(load(str(CONFIG), (PHASES,)))
     layouts.resume(2)

@@ -145,6 +145,31 @@ def test_all_problems_come_at_once() -> None:
     }
 
 
+def test_layouts_to_certify_are_checked_with_the_rest() -> None:
+    listed = """certify.layouts=["dp=2", "tp=3", "banana", "tp=2,tp=4", " ", "sauce.x=1", "pp=2;pp=9", "model.layerz=3"]"""
+    with pytest.raises(ConfigProblems) as caught:
+        parse(MINIMAL, [listed])
+    told = [str(problem) for problem in caught.value.problems]
+    for index, words in (
+        (1, 'given "tp=3": parallel.tp: given 3, with model.heads = 4; allowed: a divisor'),
+        (2, """given "banana": banana: given ''; allowed: key=value"""),
+        (3, "allowed: once in a layout"),
+        (4, 'given " "; allowed: a layout such as'),
+        (5, "allowed: such as model or batch"),
+        (6, 'given "pp=2;pp=9": pp=9: parallel.pp: given 9'),
+        (7, "did you mean `layers`?"),
+    ):
+        assert any(text.startswith(f"certify.layouts.{index}: ") and words in text for text in told), (index, told)
+    assert not any(text.startswith("certify.layouts.0") for text in told)
+
+
+@pytest.mark.parametrize("wrong", ["run.steps=no", "model.hidden=33"])
+def test_one_mistake_outside_is_not_told_of_each_layout(wrong: str) -> None:
+    """The words are looked at all the same; what they come to is told when the rest is well."""
+    found = problems(MINIMAL, wrong, 'certify.layouts=["tp=2", "dp=2", "tp=3", "tp=x"]')
+    assert set(found) == {wrong.partition("=")[0], "certify.layouts.3"}
+
+
 def test_a_combination_with_a_wrong_value_in_it_is_not_guessed() -> None:
     assert set(problems(MINIMAL, "parallel.tp=0", "model.hidden=30", "batch.micro_batch=-1")) == {
         "parallel.tp",
