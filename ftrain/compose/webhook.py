@@ -62,7 +62,8 @@ def announce(url: str, packet: Packet, *, run_url: str, limit_s: float) -> str:
                 if error.code < 500 or attempt:
                     return
             except (OSError, ValueError) as error:
-                outcome[0] = str(error)
+                if not isinstance(getattr(error, "reason", error), TimeoutError):  # which is said already
+                    outcome[0] = str(error)
 
     worker = threading.Thread(target=post, name="webhook", daemon=True)
     worker.start()
