@@ -34,3 +34,5 @@ class ExitCode(IntEnum):
     """The budget of restarts without progress is used up."""
     STOPPED = 75
     """Asked to stop; the state is saved; the same command goes on."""
+    INTERRUPTED = 130
+    """Ctrl-C in a command that only looks or copies: nothing is half there; the same command begins again, or goes on."""

@@ -10,10 +10,14 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from inspect import cleandoc
 from typing import Any, NoReturn
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while this imports ends it without a word; `main` takes it back
 
 import click
 
@@ -70,6 +74,13 @@ class LazyGroup(click.Group):
                 raise click.UsageError(f"{word!r} is not UTF-8: what is given here is recorded, and records are UTF-8")
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's, but an interrupted command has a number of its own: 1 is `ckpt diff`'s word for a difference."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _say("interrupted", ExitCode.INTERRUPTED)
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, with a suggestion for a command that does not exist."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -110,6 +121,8 @@ def main(argv: list[str] | None = None) -> Any:
     if not sys.flags.safe_path:
         arguments = sys.argv[1:] if argv is None else argv
         os.execv(sys.executable, [sys.executable, "-P", "-m", "ftrain.cli.entry", *arguments])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _spell()
     try:
         return cli(args=argv, prog_name="ftrain")

@@ -14,13 +14,16 @@ from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.cli.types import PLACE, POSITIVE
 
+SEED = click.IntRange(-(2**63), 2**63 - 1)
+"""What a generator takes."""
+
 
 @click.command()
 @click.argument("url", metavar="URL[@STEP]", type=PLACE)
 @click.option("--prompt", default="def ", show_default=True, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1, 4096), default=100, show_default=True, help="How many tokens to add.")
 @click.option("--temperature", type=POSITIVE, default=0.7, show_default=True, help="0: always the likeliest token.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the choice.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the choice.")
 @click.option("--tokenizer", default="", metavar="FILE", help="Else the model's own; of an import, the one beside its weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def sample(url: str, prompt: str, as_json: bool, **given: Any) -> None:

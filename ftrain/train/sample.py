@@ -13,6 +13,9 @@ from ftrain.config import Model
 from ftrain.model.transformer import Transformer
 from ftrain.parallel.optimizer import View
 
+COLDEST = 1e-6
+"""Below, a logit over the temperature may be more than fp32 holds, and the likeliest token is the only one left long before."""
+
 
 def generate(
     weights: Mapping[str, torch.Tensor],
@@ -43,7 +46,7 @@ def generate(
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < COLDEST:
         return int(logits.argmax())
     if top_k:
         worst = logits.topk(min(top_k, len(logits))).values[-1]

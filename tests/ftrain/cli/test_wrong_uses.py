@@ -128,7 +128,12 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("ckpt verify runs/mine@7", 4, "no checkpoint of step 7"),
     ],
     "ckpt view": [("ckpt view runs/mine@7", 4, "no checkpoint of step 7")],
-    "sample": [("sample runs/mine", 4, "no checkpoint"), ("sample runs/mine --temperature -1", 2, "x>=0")],
+    "sample": [
+        ("sample runs/mine", 4, "no checkpoint"),
+        ("sample runs/mine --temperature -1", 2, "x>=0"),
+        ("sample runs/mine@7", 4, "no checkpoint of step 7"),
+        (f"sample runs/mine --seed {2**63}", 2, "9223372036854775807"),
+    ],
     "data inspect": [("data inspect nothere.toml", 3, "cannot be read"), ("data inspect my.toml --count 0", 2, "1<=x<=10000")],
     "data prepare": [
         ("data prepare nothere --out x", 3, "no such file"),
