@@ -190,7 +190,7 @@ def tokens_after(config: Config, steps: int) -> int:
     return tokens_read(config, cursor_at(config, steps))
 
 
-def updates_left(config: Config, cursor: Cursor, update_tokens: int) -> float:
+def updates_left(config: Config, cursor: Cursor, update_tokens: float) -> float:
     """Tokens from the cursor to the end of its run, in updates of so many."""
     return (course(config, cursor)[-1].stop_token - tokens_read(config, cursor)) / update_tokens
 

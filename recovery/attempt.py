@@ -170,8 +170,14 @@ class Attempt:
 
     def _describe(self, worker: WorkerState) -> dict[str, Any]:
         beat = self.beats.get(worker.rank)
-        progress = {"step": beat.step, "phase": beat.phase, "age_s": round(beat.age_s, 2)} if beat is not None else {}
+        progress = {"step": beat.step, "phase": beat.phase, "age_s": round(self._age_s(beat), 2)} if beat is not None else {}
         return {"pid": worker.pid, "ended": worker.ended, "status": worker.status, **progress}
+
+    def _age_s(self, beat: Beat, now: float | None = None) -> float:
+        """Since the rank said so: until the agent looked, and since then. Steps are told meanwhile, beats are looked at once a
+        second."""
+        now = time.monotonic() if now is None else now
+        return beat.age_s + (now - self.beats_at.get(beat.rank, now))
 
     def complete(self, gathered: Evidence, said: tuple[str, ...], node: str) -> Evidence:
         """What the agent gathered, with what only the supervisor knows. Statuses are as gathered: before our own teardown."""
@@ -203,7 +209,7 @@ class Attempt:
         found = []
         for rank, worker in self.workers.items():
             beat = self.beats.get(rank)
-            age_s = now - self.began if beat is None else beat.age_s + (now - self.beats_at.get(rank, now))
+            age_s = now - self.began if beat is None else self._age_s(beat, now)
             warm = self.warm or learned is None
             allowed_s = deadlines.allowed_s(beat, warm=warm, hang_s=hang_s, start_s=start_s)
             if not worker.ended and age_s > allowed_s:

@@ -31,7 +31,10 @@ COLOURS = {
     "absent": "grey30",
     "other": "white",
 }
-"""Bucket of the report -> its colour; where there is none, its first letter stands for it."""
+"""Bucket of the report -> its colour; where there is none, a letter stands for it."""
+
+LETTERS = {"detection": "D"}
+"""Those whose first letter is another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,15 @@ class Bars:
         behind, ahead = ("#", ".") if self.plain else ("━", "╌")
         return behind * done + ahead * (self.width - done)
 
+    @property
+    def lettered(self) -> bool:
+        """Whether letters stand for colours, which a reader cannot know without a key."""
+        return self.plain or not self.coloured
+
+    def key(self, seconds: Mapping[str, float]) -> str:
+        """What each letter of `shares` stands for."""
+        return ", ".join(f"{_letter(name)} {name}" for name, part in seconds.items() if part > 0)
+
     def shares(self, seconds: Mapping[str, float]) -> Text:
         """The buckets of a time as one bar; one that has any time has at least one cell."""
         from rich.text import Text
@@ -84,6 +96,10 @@ class Bars:
             longest = max(cells, key=lambda name: cells[name])
             cells[longest] += width - sum(cells.values())  # what the small ones took too much
         for name, count in cells.items():
-            sign = "█" if self.coloured and not self.plain else name[0]
+            sign = _letter(name) if self.lettered else "█"
             bar.append(sign * count, style=COLOURS[name])
         return bar
+
+
+def _letter(bucket: str) -> str:
+    return LETTERS.get(bucket, bucket[0])

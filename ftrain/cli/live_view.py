@@ -94,7 +94,8 @@ class LiveView:
         loss = "not finite" if last.loss is None else f"{last.loss:.4f}"
         line = f"step {last.step}/{self._steps}  loss {loss}  {self._speed.text()}{self._eta()}"
         measured = newest(self._folder)
-        return f"{line}  {mfu_text(measured)}" if measured and measured["mfu"] is not None else line
+        paced = self._speed.paced(measured) if measured else {}
+        return f"{line}  {mfu_text(paced)}" if paced.get("mfu") is not None else line
 
     def _eta(self) -> str:
         """The end of a line: the time that is left; nothing behind the last step."""
@@ -116,7 +117,7 @@ class LiveView:
             rows.add_row("phase", f"{state.training_phase} of 0 to {len(self._config.phases)}")
         rows.add_row("step", f"{state.step}/{self._steps}  {loss}  {self._speed.text()}{self._eta()}")
         if measured := newest(self._folder):
-            texts = told(measured)
+            texts = told(self._speed.paced(measured))
             rows.add_row("speed", texts["speed"])
             rows.add_row("a step", texts["step_went_to"])
             rows.add_row("memory", texts["memory"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -190,17 +190,25 @@ class Screen:
             ("layout", Text(f"{state.layout}, attempt {state.attempt}{self._phase()}")),
             ("step", Text.assemble(f"{state.step}/{self._steps or '?'}  ", (bars.done(state.step, self._steps), "green"), eta)),
             ("loss", Text.assemble("-  " if state.loss is None else f"{state.loss:.4f}  ", (bars.curve(self._losses), "cyan"))),
-            ("speed", Text.assemble(f"{self._speed.text()}  ", (bars.curve(list(self._rates)), "cyan"))),
+            *self._speed_row(bars),
             *([("tokens", Text(format_count(state.tokens)))] if state.tokens or not self._script else []),
             ("checkpoint", Text(self._checkpoint())),
         ]
         if report is not None:
             rows += [
                 ("time", bars.shares(report.buckets)),
+                *([("key", Text(bars.key(report.buckets)))] if bars.lettered else []),
                 ("", _largest(report)),
             ]
             rows.append(("trouble", Text(f"interruptions {len(report.interruptions)}, steps done again {report.steps_lost}")))
         return rows
+
+    def _speed_row(self, bars: Bars) -> Iterator[tuple[str, RenderableType]]:
+        """Tokens a second, where any are told."""
+        from rich.text import Text
+
+        if self._speed.text():
+            yield "speed", Text.assemble(f"{self._speed.text()}  ", (bars.curve(list(self._rates)), "cyan"))
 
     def _phase(self) -> str:
         phases = len(self._config.phases) if self._config else 0

@@ -333,6 +333,7 @@ class RunDelegate(StoringDelegate):
         """An earlier coordinator's agent lives: what it stored and nobody committed is asked for again."""
         known = msgspec.msgpack.decode(memo, type=Memo)
         self._layouts.adopt(known)
+        self._speed.begin(self._layouts.text, self._layouts.phase)
         self._attempt = known.attempt
         self._debts.started(known.attempt, known.epoch)
         self._given.tell(known.skips)
@@ -370,7 +371,8 @@ class RunDelegate(StoringDelegate):
             **phase_status(self._layouts.whole, self._layouts.phase, self._phasing.cursor),
             **step_status(self._last_step),
             "eta_s": self._speed.eta_s(self._layouts.whole, self._phasing.cursor),
-            **self._metrics.status(),
+            **self._speed.status(),
+            **self._metrics.status(self._speed),
             "collect_error": self._committer.collect_error if self._committer else "",
             **self._places.status(),
         }

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, Traced
+from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.plan.rates import Rates, rate_record, speed_text
 from ftrain.units import format_bytes
@@ -70,9 +71,9 @@ class MetricsFile:
         if self._held and self._held[0][0].step == times.step:
             self._write(times)
 
-    def status(self) -> dict[str, Any]:
-        """The newest whole line, for `ftrain status`."""
-        return told(self._whole) if self._whole else {}
+    def status(self, speed: Speed) -> dict[str, Any]:
+        """The newest whole line, for `ftrain status`: its rates are those of the steps that `speed` is of."""
+        return told(speed.paced(self._whole)) if self._whole else {}
 
     def close(self) -> None:
         """Write what is held back, and close the file."""
@@ -114,7 +115,6 @@ class MetricsFile:
 def told(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a person is told of a whole line."""
     return {
-        "tokens_per_s": record["tokens_per_s"],
         "speed": speed_text(record) if record["tflops"] is not None else "",
         "step_went_to": shares_text(record["mean"]),
         "memory": memory_text([RankMemory(*row) for row in record["memory"]]),

@@ -57,6 +57,5 @@ def step_status(last: StepDone | None) -> dict[str, Any]:
         "step": last.step if last else None,
         "loss": finite(last.loss) if last else None,
         "lr": last.lr if last else None,
-        "step_s": last.t_end - last.t_begin if last else None,
         "tokens_per_step": last.tokens if last else None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -203,3 +204,10 @@ def test_a_full_disk_delays_the_ledger_but_not_the_run():
     journal.close()
     assert disk.lines == ["Ready", "rotate", "StopRequested", "CheckpointCommitted", "rotate", "close"]
     assert [type(event).__name__ for event in seen] == ["Ready", "StopRequested", "CheckpointCommitted"]
+
+
+def test_the_age_of_a_beat_goes_on_after_it_was_looked_at() -> None:
+    """Beats are looked at once a second, steps are told as they end: 65 steps later the rank was not there 10 ms ago."""
+    attempt = attempt_with(beat(0, age_s=0.01))
+    attempt.beats_at[0] = time.monotonic() - 0.9
+    assert attempt.describe()["0"]["age_s"] >= 0.91

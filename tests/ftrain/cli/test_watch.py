@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from ftrain.cli.bars import Bars
+from ftrain.cli.bars import COLOURS, Bars
 from ftrain.cli.entry import cli
 from ftrain.cli.watch import Screen
 from recovery.events import encode_line
@@ -37,7 +37,7 @@ def test_the_screen_says_where_the_run_is_and_what_troubled_it() -> None:
     assert "attempt 1" in text
     assert "interruptions 1, steps done again 10" in text
     assert "interruption: gpu: it died" in text
-    assert "ETA 1m 0" in text  # 40 steps, of 1 s and lately of 2 s, smoothed
+    assert "ETA 58" in text  # 40 steps, of which 20 newest took 11 x 1 s and 9 x 2 s (the first of an attempt does not count)
     assert f"loss        {2 + 3 / 60:.4f}" in text
 
 
@@ -107,6 +107,25 @@ def test_a_narrow_terminal_gets_short_bars_and_one_without_unicode_gets_ascii() 
     plain.flush()
     assert b"60/100  ########################................" in drawn.getvalue()
     assert b"ppppp" in drawn.getvalue()
+    assert b"p productive, " in drawn.getvalue()
+    assert b"d discarded" in drawn.getvalue()
+
+
+def test_letters_that_stand_for_colours_have_a_key_and_each_its_own() -> None:
+    bars, seconds = Bars(coloured=False), dict.fromkeys(COLOURS, 1.0)
+    letters = {part.split()[0] for part in bars.key(seconds).split(", ")}
+    assert len(letters) == len(COLOURS), "one letter for two kinds of time"
+    assert set(str(bars.shares(seconds))) == letters
+    story = Story(config()).start().steps(10, tokens=1024)
+    assert "p productive" in shown(story, no_color=True)
+    assert "p productive" not in shown(story, force_terminal=True, color_system="truecolor", no_color=False)
+
+
+def test_no_speed_is_shown_where_no_tokens_are_told() -> None:
+    assert "tokens/s" in shown(Story(config()).start().steps(10, tokens=1024))
+    silent = shown(Story(config()).start().steps(10, tokens=0))
+    assert "speed" not in silent
+    assert "tokens/s" not in silent
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import pytest
 
 from ftrain.checkpoint.messages import RankMemory, StepDone, StepTimes, decode_worker, encode
 from ftrain.compose.metrics import MetricsFile, memory_text, newest, shares_text, told
+from ftrain.compose.speed import Speed
 from ftrain.config import Config
 from ftrain.load import load
+from recovery.events import StepFinished
 from tests.chaos.test_disk import fill
 
 CONFIG: Config = load(str(Path(__file__).parents[3] / "configs" / "tiny-dp2.toml"))
@@ -82,11 +84,19 @@ def test_no_step_is_lost_when_its_ranks_die(tmp_path: Path) -> None:
 
 def test_status_tells_the_newest_whole_step(tmp_path: Path) -> None:
     file = MetricsFile(str(tmp_path))
-    assert file.status() == {}
+    speed = Speed()
+    assert file.status(speed) == {}
+    speed.begin("dp2", 0)
+    for step in (1, 2, 3):  # the newest whole line is of step 1: of 16 sequences a second, of 12.8 over the steps that count
+        seconds = 0.5 if step == 1 else 0.625
+        speed.add(StepFinished(t=0.0, attempt=0, step=step, t_begin=0.0, t_end=seconds, tokens=1000, sequences=8))
     file.append(done(1), attempt=0, layout="dp2")
     file.times(times(1), CONFIG)
-    status = file.status()
-    assert status["tokens_per_s"] == 2000
+    status = file.status(speed)
+    (line,) = lines(tmp_path)
+    assert status["speed"].startswith(f"{line['tflops'] * 12.8 / 16:.3g} TFLOP/s a rank")
+    speed.begin("dp1", 0)
+    assert file.status(speed)["speed"] == "", "rates of another layout are told by nobody"
     assert "MFU unknown: machine.hardware is not set" in status["speed"]
     assert status["step_went_to"] == "compute 80%, data 20%"
     assert status["memory"] == "peak stage 0: 2.00 MiB (rank 0), stage 1: 3.00 MiB (rank 1)"

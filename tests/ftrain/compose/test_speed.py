@@ -70,3 +70,36 @@ def test_the_end_follows_from_what_was_read_and_not_from_what_the_config_would_h
     phased = load(CONFIG, ("run.steps=100", f"phases=[{{from_tokens = {50 * tokens}, data = {{seq_len = 128}}}}]"))
     read = Cursor.of({"step": 40, "sequences": 40 * plain.batch.global_batch // 2})
     assert updates_left(phased, read, tokens) == 30 + 2 * 30
+
+
+def test_what_is_told_of_one_moment_is_of_the_same_steps() -> None:
+    """Tokens a second times seconds of a step are the tokens of a step, and the time left is so many of those steps."""
+    config = load(CONFIG, ("run.steps=100", "batch.global_batch=8"))
+    tokens = 8 * config.data.seq_len
+    events = [
+        StepFinished(t=T0, attempt=0, step=step, t_begin=T0, t_end=T0 + (9.0 if step == 1 else 0.2 + 0.01 * (step % 7)),
+                     tokens=tokens, sequences=8)
+        for step in range(1, 61)
+    ]  # fmt: skip
+    found = after(started(0, 1), *events)
+    told = found.status()
+    mean = sum(0.2 + 0.01 * (step % 7) for step in range(41, 61)) / 20
+    assert told["step_s"] == pytest.approx(mean)
+    assert told["tokens_per_s"] == pytest.approx(tokens / mean)
+    assert found.eta_s(config, cursor_at(config, 60)) == pytest.approx(40 * mean)
+
+
+def test_the_first_step_of_an_attempt_counts_only_until_there_is_another() -> None:
+    assert after(started(0, 1), *steps(1, 1, 30.0)).step_s == 30.0
+    assert after(started(0, 1), *steps(1, 1, 30.0), *steps(2, 2, 1.0)).step_s == 1.0
+    assert after(started(0, 1), *steps(1, 2, 1.0), started(1, 1), *steps(2, 1, 30.0), *steps(3, 1, 1.0)).step_s == 1.0
+    grown = after(started(0, 1), *steps(1, 1, 30.0), started(1, 2), *steps(1, 1, 20.0), *steps(2, 1, 2.0))
+    assert grown.step_s == 2.0
+
+
+def test_nothing_is_told_before_the_first_step_nor_of_tokens_that_nobody_counts() -> None:
+    assert Speed().status() == {"step_s": None, "tokens_per_s": None}
+    assert Speed().text() == ""
+    silent = after(started(0, 1), StepFinished(t=T0, attempt=0, step=1, t_begin=T0, t_end=T0 + 1.0))
+    assert silent.status() == {"step_s": 1.0, "tokens_per_s": None}
+    assert silent.text() == ""
