@@ -17,7 +17,7 @@ from ftrain.config import Config
 from ftrain.course import Cursor, updates_left
 from ftrain.phases import effective
 from ftrain.units import format_count
-from recovery.events import AttemptStarted, Event, PhaseBegan, StepFinished, steps_of
+from recovery.events import AttemptStarted, Event, PhaseBegan, StepRecord, steps_of
 
 NEWEST = 20
 """Steps of which the mean is told: enough for one slow step not to be the answer, few enough to be of now."""
@@ -51,7 +51,7 @@ class Speed:
         for record in steps_of(event):
             self._step(record)
 
-    def _step(self, record: StepFinished) -> None:
+    def _step(self, record: StepRecord) -> None:
         """The first step of an attempt builds programs and faults pages in: it counts only until there is another."""
         first, self._first = self._first, False
         if first and self._steps:

@@ -91,19 +91,13 @@ class Measured:
 
 def measured(run: Recorded) -> Measured:
     """The measurements of a run's newest layout and newest batch: earlier ones (of a ramp) had other steps."""
-    attempts = run.report.attempts
-    layout = attempts[-1].layout if attempts else ""
-    of_layout = {row.attempt for row in attempts if row.layout == layout}
-    here = [done for done in run.steps if done.attempt in of_layout]
-    sequences = here[-1].record.sequences if here else 0
-    steps = [done for done in warm(here) if done.record.sequences == sequences]
-    tokens = median([done.record.tokens for done in here if done.record.sequences == sequences])
-    kept = {(done.attempt, done.record.step) for done in steps}
-    times = [line for line in run.metrics if "mean" in line and (line.get("attempt"), line.get("step")) in kept]
+    attempts, (here, steps) = run.report.attempts, _newest(run)
+    tokens = median([done.record.tokens for done in here])
+    times = _times(run, steps)
     return Measured(
         step=median([done.seconds for done in steps]),
         tokens_per_update=round(tokens.value) if tokens else None,
-        sequences=sequences,
+        sequences=here[-1].record.sequences if here else 0,
         ranks=attempts[-1].ranks if attempts else 1,
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
@@ -113,6 +107,27 @@ def measured(run: Recorded) -> Measured:
         stages=_by_place([line["stages"] for line in times if line.get("stages")]),
         actions=_actions([line["actions"] for line in times if line.get("actions")]),
     )
+
+
+def memory_of(run: Recorded) -> tuple[RankMemory, ...]:
+    """The memory alone: whatever is told of a rank's peak is told from here, so that a report has one number for it."""
+    return tuple(_memory(_times(run, _newest(run)[1])))
+
+
+def _newest(run: Recorded) -> tuple[list[Done], list[Done]]:
+    """Steps of the newest layout and batch: all of them, and without those that were the first of an attempt."""
+    attempts = run.report.attempts
+    layout = attempts[-1].layout if attempts else ""
+    of_layout = {row.attempt for row in attempts if row.layout == layout}
+    here = [done for done in run.steps if done.attempt in of_layout]
+    batch = [done for done in here if done.record.sequences == here[-1].record.sequences]
+    return batch, [done for done in warm(here) if done.record.sequences == here[-1].record.sequences]
+
+
+def _times(run: Recorded, steps: Iterable[Done]) -> list[dict[str, Any]]:
+    """What the ranks measured in these steps."""
+    kept = {(done.attempt, done.record.step) for done in steps}
+    return [line for line in run.metrics if "mean" in line and (line.get("attempt"), line.get("step")) in kept]
 
 
 def warm(steps: list[Done]) -> Iterator[Done]:

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ftrain.plan import rates
 from ftrain.units import format_bytes, format_count, format_seconds, format_share, plural
-from ftrain.view.measured import warm
+from ftrain.view.measured import memory_of, warm
 from ftrain.view.record import Recorded
 
 SHOWN_RANKS = 16
@@ -33,7 +33,7 @@ class BucketRow(Struct, frozen=True, kw_only=True):
 
 
 class MemoryRow(Struct, frozen=True, kw_only=True):
-    """A rank's memory in bytes: at the end of the newest step, and the most there was."""
+    """A rank's memory in bytes: at the end of the newest step, and the most there was in the steps that count."""
 
     rank: int
     stage: int
@@ -80,7 +80,7 @@ def went(run: Recorded) -> Went | None:
         step_s=total,
         buckets=tuple(row for name in newest["mean"] if (row := _bucket(name, lines, total)).mean_s > 0),
         speed=_speed(lines),
-        memory=tuple(MemoryRow(rank=r, stage=s, used=u, reserved=v, peak=p) for r, s, u, v, p in newest["memory"]),
+        memory=_ranks(run, newest["memory"]),
     )
 
 
@@ -90,6 +90,12 @@ def _lines(run: Recorded) -> list[dict[str, Any]]:
     told = [line for line in told if line["layout"] == told[-1]["layout"]]
     kept = {(done.attempt, done.record.step) for done in warm(list(run.steps))}
     return [line for line in told if (line["attempt"], line["step"]) in kept] or told
+
+
+def _ranks(run: Recorded, newest: Sequence[Sequence[int]]) -> tuple[MemoryRow, ...]:
+    """Peaks as the grade has them (`ftrain.view.measured`); of a run of one step those of its line."""
+    peaks = {it.rank: it.peak for it in memory_of(run)}
+    return tuple(MemoryRow(rank=r, stage=s, used=u, reserved=v, peak=peaks.get(r, p)) for r, s, u, v, p in newest)
 
 
 def _bucket(name: str, lines: Sequence[Mapping[str, Any]], total: float) -> BucketRow:

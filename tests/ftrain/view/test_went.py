@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ftrain.view.grade import grade
 from ftrain.view.record import Recorded, recorded
 from ftrain.view.went import lines, went
 from tests.ledgers import Story, config
@@ -81,3 +82,14 @@ def test_without_a_peak_there_is_no_utilisation_and_without_metrics_no_section()
     assert "MFU unknown: machine.hardware is not set" in text
     assert went(run_of()) is None
     assert "not known here" in lines(None)[0]
+
+
+def test_the_peak_of_a_rank_is_the_number_that_the_grade_has() -> None:
+    """The most of all steps that count, not what the newest line happens to tell."""
+    peaks = [[[0, 0, 10, 20, peak << 20]] for peak in (900, 70, 71, 68)]  # the first step of an attempt does not count
+    run = run_of(*(line(step, layout="a", device="cpu", memory=peak) for step, peak in enumerate(peaks, start=1)))
+    found = went(run)
+    assert found is not None
+    assert [row.peak for row in found.memory] == [71 << 20]
+    (graded,) = (row for row in grade(run).rows if row.key == "memory")
+    assert graded.measured == 71 << 20
