@@ -70,7 +70,8 @@ def memory(need_bytes: int) -> str:
         check_fits(need_bytes, free)
     except MemoryLimitError as error:
         raise ProbeError(str(error)) from error
-    return f"{free.free_bytes / MIB:.0f} MiB free under {free.source}, {need_bytes / MIB:.0f} MiB needed"
+    needed = f"{need_bytes / MIB:.0f} MiB needed for the arenas of the memory tier alone"
+    return f"{free.free_bytes / MIB:.0f} MiB free under {free.source}, {needed}"
 
 
 def shared_memory(path: str = "/dev/shm", need_bytes: int = 64 * MIB) -> str:

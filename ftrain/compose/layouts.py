@@ -31,6 +31,7 @@ from ftrain.plan.profile import Profile
 from ftrain.plan.profile import load as load_profile
 from ftrain.plan.profile import of as profile_of
 from ftrain.schema import ConfigProblems
+from ftrain.units import plural
 from recovery.events import ConfigChanged, Event, LayoutChosen
 from recovery.memory import MemoryLimitError, check_fits, room
 from recovery.messages import WorkerSpec
@@ -116,7 +117,7 @@ class Layouts:
             return []
         self.places = seats
         self.generation += cut_again
-        return [chosen(before, target, why, load_profile(profile_of(self.wish)))]
+        return [chosen(before, target, why, load_profile(profile_of(self.wish)), wished=target is self.wish)]
 
     def _target(self, places: Sequence[Place]) -> Config:
         """The layout for as many of these places as it can seat."""
@@ -131,21 +132,22 @@ class Layouts:
         wish, recovery = self.wish, self.wish.recovery
         if count >= wish.parallel.ranks or not self.wish.recovery.elastic:
             if count < wish.parallel.ranks:
-                raise ValueError(f"{count} places are left for {wish.parallel.ranks} ranks, and recovery.elastic is false")
+                left = f"{plural(count, 'place')} left for {plural(wish.parallel.ranks, 'rank')}"
+                raise ValueError(f"{left}, and recovery.elastic is false")
             return wish
         known = bool(wish.machine.hardware) or wish.machine.device == "cuda"
         profile = load_profile(profile_of(wish))
         found = best(wish, count, profile, least_ranks=recovery.least_ranks, known=known) if count else None
         if found is None:
             least = f" and at least {recovery.least_ranks} (recovery.least_ranks)" if recovery.least_ranks > 1 else ""
-            raise ValueError(f"no layout of at most {count} ranks{least} is legal and fits")
+            raise ValueError(f"no layout of at most {plural(count, 'rank')}{least} is legal and fits")
         return found.config
 
     def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> list[Event]:
         """A person wishes for other ranks (`ranks`) or sizes (`set`: a.b=v). Raises ValueError in words."""
         wish = self._wished(args)
         if len(places) < wish.parallel.ranks:
-            raise ValueError(f"{wish.parallel.ranks} ranks are asked for, and there are {len(places)} places")
+            raise ValueError(f"{plural(wish.parallel.ranks, 'rank')} asked for, of {plural(len(places), 'place')} there")
         made = [
             {"path": change.path, "old": change.old, "new": change.new, "kind": change.kind}
             for change in changes(self.wish, wish)
@@ -153,7 +155,7 @@ class Layouts:
         whole = self._checked(with_layout(self.whole, self.phase, wish))
         self.whole, self.wish = whole, wish
         by = str(args.get("by", "a person"))
-        told = self.choose(places, f"{by} asked for {wish.parallel.ranks} ranks ({layout_text(wish)})")
+        told = self.choose(places, f"{by} asked for {plural(wish.parallel.ranks, 'rank')} ({layout_text(wish)})")
         return [ConfigChanged(t=time.time(), changes=tuple(made)), *told] if made else told
 
     def _wished(self, args: Mapping[str, Any]) -> Config:
@@ -361,20 +363,28 @@ def fits_beside(nbytes: int) -> bool:
     return True
 
 
-def chosen(before: Config, after: Config, why: str, profile: Profile) -> LayoutChosen:
-    """The decision as the ledger keeps it."""
-    now, then = rate(before, profile), rate(after, profile)
+UNRATED = "of the legal layouts the busiest rank computes least in this one; no speed is predicted, as no peak is known"
+"""By what a layout is chosen where nobody says how fast a rank is."""
+
+
+def chosen(before: Config, after: Config, why: str, profile: Profile, *, wished: bool) -> LayoutChosen:
+    """The decision as the ledger keeps it; `wished`: the layout is the config's or a person's. A share of the tokens/s before
+    is predicted only by a profile that has a speed.
+    """
+    rated = profile.peak_flops > 0
+    now, then = (rate(before, profile), rate(after, profile)) if rated else (0.0, 0.0)
     share = then / now if now else None
     same = before.parallel == after.parallel
     costs = "a restart; the layout stays" if same else "a restart and a load under the new layout"
     if share is not None and not same:
-        costs += f"; then {share:.0%} of the tokens/s before (predicted, {profile.name})"
+        named = profile.name if after.machine.hardware else f"{profile.name} assumed"
+        costs += f"; then {share:.0%} of the tokens/s before (predicted, {named})"
     return LayoutChosen(
         t=time.time(),
         ranks=after.parallel.ranks,
         layout=layout_text(after),
         was=layout_text(before),
-        reason=f"{why}: best predicted tokens/s" if after.parallel.ranks < before.parallel.ranks else why,
+        reason=why if wished else f"{why}: {'best predicted tokens/s' if rated else UNRATED}",
         costs=costs,
         tokens_per_s=share,
         changes=tuple(

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from ftrain.data.errors import DataError
 from ftrain.data.stdlib import cache_root, ensure_stdlib
 from ftrain.data.writer import TokenWriter
 from ftrain.load import load
-from recovery.preflight import Concern
+from recovery.preflight import Concern, answer
 from recovery.probes import ProbeError, program
 from tests.commands import ftrain, ftrain_json
 from tests.runs import TinyRun
@@ -63,6 +64,17 @@ def test_doctor_says_whose_fault_it_is(run: TinyRun) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (5, False), done.stdout
 
 
+def test_a_remedy_is_named_once_and_fits_the_reason(run: TinyRun) -> None:
+    """Storage that nobody may read is no reason to look at the clock, and memory says itself what makes it less."""
+    asked = {check.name: check for check in checks.thorough(load(str(run.config)))}
+    small = msgspec.structs.replace(asked["memory"], args={"need_bytes": 1 << 62})
+    assert answer(small).line().count("checkpoint.slots") == 1
+    away = msgspec.structs.replace(asked["clock"], args={"url": f"{run.config}/below-a-file"})
+    assert answer(away).bad
+    assert "synchronise" not in answer(away).line()
+    assert "needed for the arenas of the memory tier" in answer(asked["memory"]).text
+
+
 def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
     with pytest.raises(RefusedError, match=r"no network interface 'nope0'; there are .*; set machine.interface"):
         checks.before_start(load(str(run.config), ["machine.interface=nope0"]))
@@ -82,7 +94,7 @@ def test_a_clock_that_is_off(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> N
     assert "within" in checks.clock(run.url)
     real = time.time
     monkeypatch.setattr("ftrain.compose.checks.time.time", lambda: real() + 100.0)
-    with pytest.raises(Concern, match=r"the clock is (99|100)\.\d s off"):
+    with pytest.raises(Concern, match=r"the clock is (99|100)\.\d s off .*; synchronise it"):
         checks.clock(run.url)
     assert not any(name.startswith("probe") for name in os.listdir(run.url))
 

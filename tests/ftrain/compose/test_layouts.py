@@ -107,3 +107,36 @@ def test_a_successor_knows_whether_the_workers_it_finds_were_asked_for_the_same(
     layouts.choose(places(2), "it is back")
     layouts.resize({"ranks": 1}, places(2))
     assert layouts.asked != asked.asked
+
+
+def test_no_speed_is_predicted_by_a_profile_that_has_none() -> None:
+    """A CPU's peak is unknown: the layout is chosen by work and divisibility, and that is what is said."""
+    layouts = Layouts(load(str(CONFIG)))
+    layouts.choose(places(2), "the places that there are")
+    (chosen,) = layouts.choose(places(1), "a place is gone")
+    assert isinstance(chosen, LayoutChosen)
+    assert chosen.tokens_per_s is None
+    assert "%" not in chosen.costs
+    assert "best predicted" not in chosen.reason
+    assert "no speed is predicted" in chosen.reason
+
+
+def test_a_profile_with_a_peak_predicts_the_share_and_says_which_it_is() -> None:
+    named, assumed = (
+        Layouts(load(str(CONFIG), ('machine.device="cuda"', *given))) for given in (('machine.hardware="h100"',), ())
+    )
+    for layouts, says in ((named, "(predicted, h100)"), (assumed, "(predicted, h100 assumed)")):
+        layouts.choose(places(2), "the places that there are")
+        (chosen,) = layouts.choose(places(1), "a place is gone")
+        assert isinstance(chosen, LayoutChosen)
+        assert chosen.tokens_per_s
+        assert f"{chosen.tokens_per_s:.0%} of the tokens/s before {says}" in chosen.costs
+        assert chosen.reason == "a place is gone: best predicted tokens/s"
+
+
+def test_what_a_person_asked_for_is_not_called_a_choice() -> None:
+    layouts = Layouts(load(str(CONFIG)))
+    layouts.choose(places(2), "the places that there are")
+    _, chosen = layouts.resize({"ranks": 1, "by": "ftrain resize"}, places(2))
+    assert isinstance(chosen, LayoutChosen)
+    assert chosen.reason == "ftrain resize asked for 1 rank (tp1 x cp1 x pp1 x dp1)"
