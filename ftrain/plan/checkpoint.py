@@ -187,7 +187,7 @@ def _interval(setup: Setup, costs: Costs) -> Section:
                     why=why(interval.ESTIMATOR, interval.ESTIMATOR, u0=costs.restart_s, w=stall, M=mtbf, dt=young)),
             number("store_gb_s_needed", "bandwidth the store needs to keep up with that interval", value=needed, unit="GB/s",
                    digits=1, why=why("size / interval", "ftrain.plan.checkpoint")),
-            duration("storage_interval_s", "shortest interval of storage, one upload at a time", value=slower,
+            duration("storage_interval_s", "best interval that uploads allow, one at a time", value=slower,
                      why=why("max(Young, upload)", "architecture 1.3")),
         ),
         tables=(_interval_table(costs, stall, mtbf),),

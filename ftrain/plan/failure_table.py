@@ -113,10 +113,11 @@ def section(table: FailureTable) -> Section:
     )
     causes = Table(
         key="causes",
-        title=table.title,
+        title="Its causes",
         columns=("cause", "category", "count", "share"),
         rows=(*rows, ("total", "", unplanned, "100.0 %")),
         formulas={"share": "count / unplanned: computed, not copied"},
         source=table.source,
     )
-    return Section(title="Failures", figures=figures, tables=(causes,))
+    whose = "not this job's: what carries over is the rate per 1,000 node-days"
+    return Section(title=f"Failures of the reported run: {table.title}", figures=figures, tables=(causes,), notes=(whose,))

@@ -36,3 +36,14 @@ def test_explain_gives_the_bytes_that_a_rank_writes() -> None:
         for plan in (setup(), setup("checkpoint.weights=false"))
     )
     assert float(str(without).split()[0]) == pytest.approx(float(str(with_weights).split()[0]) * 12 / 14, rel=0.01)
+
+
+def test_a_section_says_whose_failures_it_counts_and_a_row_what_it_is() -> None:
+    """33 days between interruptions of this job stand above the 3 hours of another: nobody may take one for the other."""
+    found = answer(setup(), Costs())
+    (whose,) = (section for section in found.sections if section.title.startswith("Failures"))
+    assert "Llama 3 405B, 54 days on 16,384 H100" in whose.title
+    assert any("not this job's" in note for note in whose.notes)
+    allowed = found.figure("storage_interval_s")
+    assert "uploads allow" in allowed.label
+    assert allowed.value == max(found.figure("young_s").value, found.figure("upload_s").value)
