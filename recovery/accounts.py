@@ -5,6 +5,9 @@ cut at the events of the ledger (no second can be counted twice or forgotten), f
 equal the wall time or ReportError is raised. Time is unix time; where a clock was set back the ledger's order wins and time
 stands still until the clock has caught up.
 
+Steps are counted by their numbers, because a script need not tell each of them: where step M was told and then step N, N - M
+steps were finished. Of the state that an attempt began with nothing follows from its first step (`Ready.assumed`).
+
 What the buckets mean (`a -> b`: from event a to event b):
 
     productive      steps that are in the final history, without the two next
@@ -96,7 +99,7 @@ class Buckets(Struct, frozen=True, kw_only=True):
 
 
 class _Step(Struct):
-    """A finished step as the books need it. Times in ns."""
+    """Finished steps `first` to `step` as the books need them, told as one. Times in ns. Above `top` a roll-back undid them."""
 
     attempt: int
     step: int
@@ -104,13 +107,35 @@ class _Step(Struct):
     end: int
     blocked: int
     evaluate: int
-    discarded: bool = False
+    tokens: int
+    first: int
+    top: int
+
+    @property
+    def count(self) -> int:
+        return self.step - self.first + 1
+
+    @property
+    def lost(self) -> int:
+        return self.step - self.top
+
+    @property
+    def tokens_lost(self) -> int:
+        return self.tokens * self.lost // self.count
 
 
 class Accounts:
     """The books while the ledger is read, one event at a time, in the ledger's order."""
 
     def __init__(self) -> None:
+        self.steps_finished = 0
+        """Steps that are known to be finished, lost ones included."""
+        self.steps_lost = 0
+        """Finished steps that a roll-back undid."""
+        self.tokens_lost = 0
+        """Tokens of those."""
+        self.at_least = False
+        """Whether not every step was told: then there may have been more before the first and after the last of an attempt."""
         self._cuts: list[tuple[int, Bucket]] = []  # (since when, bucket); times never decrease
         self._now = 0
         self._progress = 0  # end of the last finished step, or when all ranks were ready
@@ -118,6 +143,8 @@ class Accounts:
         self._steps: dict[tuple[int, int], _Step] = {}
         self._kept: list[_Step] = []  # steps of the history as it stands, by step
         self._ready = (-1, 0)  # attempt, step of the last Ready
+        self._left = False  # a rank has done its work before anybody was told that it was ready
+        self._reached: dict[int, int] = {}  # attempt -> the highest step that it is known to have come to
 
     def add(self, event: Event) -> None:
         """Take one event into the books."""
@@ -153,15 +180,17 @@ class Accounts:
         """Whether this step of this attempt is in the books already."""
         return (attempt, step) in self._steps
 
-    @property
-    def steps_finished(self) -> int:
-        """Finished steps, lost ones included."""
-        return len(self._steps)
+    def told_as(self, attempt: int, step: int) -> range:
+        """The steps that are known to be finished because this one was told."""
+        return range(self._steps[attempt, step].first, step + 1)
 
-    @property
-    def steps_lost(self) -> int:
-        """Finished steps that a roll-back undid."""
-        return sum(step.discarded for step in self._steps.values())
+    def absent_s(self, begin_s: float, end_s: float) -> float:
+        """Seconds between two moments in which nobody had started the run."""
+        begin, end = _ns(begin_s), _ns(end_s)
+        spans = (
+            stop - max(start, begin) for start, stop, bucket in self._base(end) if bucket is Bucket.ABSENT and stop > begin
+        )
+        return sum(spans) / NS
 
     def _change(self, event: Event, before: int) -> None:
         """What the event says about the time from now on."""
@@ -169,8 +198,10 @@ class Accounts:
         match event:
             case RunStarted():
                 self._run_started(event, before)
-            case AttemptStarted() if mode is not Bucket.INITIALISATION:
-                self._switch(Bucket.RESTART)
+            case AttemptStarted():
+                self._left = False
+                if mode is not Bucket.INITIALISATION:
+                    self._switch(Bucket.RESTART)
             case Ready():
                 self._is_ready(event)
             case ProcessDied():
@@ -195,15 +226,18 @@ class Accounts:
         self._switch(mode if event.readopted and mode is not Bucket.ABSENT else Bucket.INITIALISATION)
 
     def _is_ready(self, event: Ready) -> None:
-        self._switch(Bucket.OTHER)
+        self._switch(Bucket.STOPPING if self._left else Bucket.OTHER)
         self._progress = self._now
         self._roll_back(event.step)
         self._ready = (event.attempt, event.step)
+        if not event.assumed:
+            self._reached[event.attempt] = event.step
 
     def _died(self, event: ProcessDied, mode: Bucket) -> None:
         if event.ours or event.kind not in ("worker", "agent") or mode in (Bucket.STOPPING, Bucket.ABSENT):
             return
         if event.kind == "worker" and event.status == 0:
+            self._left = mode is not Bucket.OTHER
             if mode is Bucket.OTHER:  # the work is done: the rest of the attempt is winding down
                 self._switch(Bucket.STOPPING, self._progress)
             return
@@ -220,10 +254,14 @@ class Accounts:
         if (attempt, record.step) in self._steps:  # told twice, by an agent that did not know whether we had heard
             return
         begin, end = _ns(record.t_begin), _ns(record.t_end)
-        step = _Step(attempt, record.step, begin, end, _ns(record.blocked_s), _ns(record.evaluate_s))
-        step.discarded = attempt < self._ready[0] and record.step > self._ready[1]
-        self._steps[attempt, record.step] = step
-        if not step.discarded:
+        at, reached = record.step, self._reached.get(attempt, record.step - 1)
+        first = reached + 1 if reached < at else at
+        self._reached[attempt] = max(reached, at)
+        step = _Step(attempt, at, begin, end, _ns(record.blocked_s), _ns(record.evaluate_s), record.tokens, first, at)
+        self._steps[attempt, at] = step
+        self.steps_finished += step.count
+        self.at_least = self.at_least or step.count > 1
+        if attempt >= self._ready[0] or self._keep(step, self._ready[1]):
             self._kept.append(step)
         self._progress = max(self._progress, min(end, self._now))
         if self._cuts[-1][1] is Bucket.DETECTION and end >= self._cuts[-1][0] and attempt == self._ready[0]:
@@ -231,8 +269,16 @@ class Accounts:
 
     def _roll_back(self, step: int) -> None:
         """The history goes on from the state of `step`: what was finished after it is lost."""
-        while self._kept and self._kept[-1].step > step:
-            self._kept.pop().discarded = True
+        while self._kept and self._kept[-1].top > step and not self._keep(self._kept[-1], step):
+            self._kept.pop()
+
+    def _keep(self, told: _Step, step: int) -> bool:
+        """Undo what is above `step`; whether anything is left."""
+        steps, tokens = told.lost, told.tokens_lost
+        told.top = max(told.first - 1, min(told.top, step))
+        self.steps_lost += told.lost - steps
+        self.tokens_lost += told.tokens_lost - tokens
+        return told.top >= told.first
 
     def _switch(self, bucket: Bucket, at: int | None = None) -> None:
         """From `at` (default now) on, time goes to `bucket`."""
@@ -264,14 +310,14 @@ class Accounts:
                 continue
             edge = stop
             covered.append((begin, stop))
-            if step.discarded:
-                totals[Bucket.DISCARDED] += stop - begin
-                continue
-            evaluate = min(step.evaluate, stop - begin)
-            blocked = min(step.blocked, stop - begin - evaluate)
+            lost = (stop - begin) * step.lost // step.count
+            totals[Bucket.DISCARDED] += lost
+            kept = stop - begin - lost
+            evaluate = min(step.evaluate, kept)
+            blocked = min(step.blocked, kept - evaluate)
             totals[Bucket.EVALUATION] += evaluate
             totals[Bucket.CHECKPOINT] += blocked
-            totals[Bucket.PRODUCTIVE] += stop - begin - evaluate - blocked
+            totals[Bucket.PRODUCTIVE] += kept - evaluate - blocked
         return covered
 
     def _covered_base(self, covered: list[tuple[int, int]], end: int) -> Iterator[tuple[Bucket, int]]:

@@ -85,9 +85,11 @@ class AttemptStarted(Event, frozen=True, kw_only=True):
 
 
 class Ready(Event, frozen=True, kw_only=True):
-    """All ranks hold the state of `step`; step + 1 is about to begin. `source`: whence; `proof`: what was compared."""
+    """All ranks hold the state of `step`; step + 1 is about to begin. `source`: whence; `proof`: what was compared.
+    `assumed`: a script has told step + 1 first, and nothing of its state: `step` is the highest that can be, and not known."""
 
     step: int
+    assumed: bool = False
     source: str = ""
     proof: str = ""
     begun: tuple[tuple[int, int], ...] = ()  # of each phase that has begun: updates before its first one, sequences read in it

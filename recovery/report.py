@@ -11,10 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import msgspec
-from msgspec import Struct
 
 from recovery.accounts import NS, Accounts, Bucket, ReportError
 from recovery.events import (
@@ -24,7 +20,6 @@ from recovery.events import (
     CheckpointPassedOver,
     Decided,
     Event,
-    EvidenceLine,
     InterruptionClassified,
     LayoutChosen,
     PhaseBegan,
@@ -36,6 +31,17 @@ from recovery.events import (
     Suspected,
     TierCommitted,
     steps_of,
+)
+from recovery.report_rows import (
+    FORMULA,
+    AttemptRow,
+    CauseRow,
+    CheckpointRows,
+    InterruptionRow,
+    LayoutRow,
+    PhaseRow,
+    Report,
+    SkipRow,
 )
 from recovery.state import RunState, apply
 
@@ -51,143 +57,6 @@ __all__ = [
     "report",
 ]
 
-FORMULA = "effective time = step time of the steps in the final history / time since the first launch"
-
-
-class AttemptRow(Struct, kw_only=True):
-    """One attempt. `start_s`: from its start until all ranks were ready, None if they never were."""
-
-    attempt: int
-    t: float
-    layout: str
-    ranks: int
-    source: str
-    restored_step: int
-    phase: int = 0
-    proof: str = ""
-    """What showed that the state it began with is the one that was saved."""
-    start_s: float | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    steps: int = 0
-    steps_lost: int = 0
-    ended_by: str = ""
-
-
-class LayoutRow(Struct, frozen=True, kw_only=True):
-    """A decision to cut the ranks in another way. `tokens_per_s`: predicted, over that of the layout before."""
-
-    t: float
-    was: str
-    layout: str
-    reason: str
-    costs: str
-    tokens_per_s: float | None
-
-
-class PhaseRow(Struct, frozen=True, kw_only=True):
-    """A change-over to another phase of the training, after update `step`."""
-
-    t: float
-    phase: int
-    phases: int
-    step: int
-    from_tokens: int
-    layout: str
-    changes: tuple[dict[str, Any], ...]
-
-
-class InterruptionRow(Struct, kw_only=True):
-    """One interruption. `down_s`: from its first sign until all ranks were ready again, None if they never were."""
-
-    verdict_id: str
-    t: float
-    attempt: int
-    class_: str = msgspec.field(name="class")
-    component: str
-    planned: bool
-    first_failing_rank: int | None
-    node: str
-    confidence: float
-    reason: str
-    evidence: tuple[EvidenceLine, ...]
-    action: str = ""
-    decision: str = ""
-    wait_s: float = 0.0
-    steps_lost: int = 0
-    down_s: float | None = None
-    relabelled_from: str = ""
-
-
-class CauseRow(Struct, frozen=True, kw_only=True):
-    """One row of the causes table: how often, and which share of all unplanned (or all planned) interruptions."""
-
-    component: str
-    class_: str = msgspec.field(name="class")
-    planned: bool
-    count: int
-    share: float
-
-
-class CheckpointRows(Struct, kw_only=True):
-    """What was saved to storage, and what was not."""
-
-    committed: int = 0
-    newest_step: int | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
-    retries: int = 0
-    tiers: dict[str, int] = {}
-    """Checkpoints in other places as well: local tier, mirror."""
-    notices: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
-    passed_over: list[dict[str, Any]] = []
-
-
-class SkipRow(Struct, frozen=True, kw_only=True):
-    """A range of updates whose data are passed over, by a decision after this attempt."""
-
-    t: float
-    attempt: int
-    first: int
-    last: int
-
-
-class Report(Struct, frozen=True, kw_only=True):
-    """Everything the report says. All times in seconds."""
-
-    run_id: str
-    outcome: str
-    outcome_reason: str
-    phase: str
-    started_t: float
-    wall_s: float
-    step: int
-    steps_finished: int
-    steps_lost: int
-    tokens: int
-    loss: float | None
-    eval_loss: float | None
-    effective_time: float
-    formula: str
-    buckets: dict[str, float]
-    attempts: list[AttemptRow]
-    interruptions: list[InterruptionRow]
-    causes: list[CauseRow]
-    mtbf_s: float | None  # of unplanned interruptions
-    mtbf_low_s: float
-    mtbf_high_s: float | None
-    checkpoints: CheckpointRows
-    tokens_per_s_by_hour: dict[int, float]  # hour of the day, UTC
-    layouts: list[LayoutRow] = []
-    phases: list[PhaseRow] = []
-    skips: list[SkipRow] = []
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts and lists, ready for a JSON writer."""
-        plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return plain
-
 
 def report(events: Iterable[Event], until_s: float | None = None) -> Report:
     """The report of a whole ledger, up to `until_s` (by default: its last event)."""
@@ -197,14 +66,15 @@ def report(events: Iterable[Event], until_s: float | None = None) -> Report:
     return builder.build(until_s)
 
 
-def mtbf_interval(count: int, wall_s: float) -> tuple[float, float | None]:
-    """95 % interval of the mean time between failures after `count` of them in `wall_s`; the upper end may be unknown.
+def mtbf_interval(count: int, running_s: float) -> tuple[float, float | None]:
+    """95 % interval of the mean time between failures after `count` of them in `running_s`; the upper end may be unknown.
 
+    `running_s` is wall time less the time in which nobody had started the run: what does not run is not interrupted.
     Exact Poisson interval (Garwood 1936): the rates for which seeing at most, and at least, `count` has probability 2.5 %.
     """
     most = _poisson_rate(count, 0.025)
     least = _poisson_rate(count - 1, 0.975) if count > 0 else 0.0
-    return wall_s / most, (wall_s / least if least > 0 else None)
+    return running_s / most, (running_s / least if least > 0 else None)
 
 
 def _poisson_rate(count: int, probability: float) -> float:
@@ -236,7 +106,7 @@ class ReportBuilder:
 
     def add(self, event: Event) -> None:
         """One more event, in the ledger's order."""
-        before = self._state.step
+        before, lost_before = self._state.step, self._accounts.steps_lost if isinstance(event, Ready) else 0
         fresh = [record for record in steps_of(event) if not self._accounts.knows(event.attempt, record.step)]
         self._accounts.add(event)
         self._state = apply(self._state, event)
@@ -252,7 +122,8 @@ class ReportBuilder:
                     phase=self._state.training_phase,
                 )
             case Ready():
-                self._ready(event, before)
+                fresh_lost = self._accounts.steps_lost - lost_before
+                self._ready(event, fresh_lost if event.assumed else max(0, before - event.step))
             case LayoutChosen():
                 self._layouts.append(LayoutRow(**{name: getattr(event, name) for name in LayoutRow.__struct_fields__}))
             case PhaseBegan():
@@ -274,7 +145,8 @@ class ReportBuilder:
         rows = list(self._interruptions.values())
         unplanned = sum(not row.planned for row in rows)
         wall_s = books.wall_ns / NS
-        low_s, high_s = mtbf_interval(unplanned, wall_s)
+        running_s = wall_s - books.seconds(Bucket.ABSENT)
+        low_s, high_s = mtbf_interval(unplanned, running_s)
         return Report(
             run_id=self._state.run_id,
             outcome=self._state.outcome,
@@ -285,7 +157,9 @@ class ReportBuilder:
             step=self._state.step,
             steps_finished=self._accounts.steps_finished,
             steps_lost=self._accounts.steps_lost,
+            at_least=self._accounts.at_least,
             tokens=self._state.tokens,
+            tokens_again=self._accounts.tokens_lost,
             loss=self._state.loss,
             eval_loss=self._state.eval_loss,
             effective_time=books.effective,
@@ -294,7 +168,7 @@ class ReportBuilder:
             attempts=list(self._attempts.values()),
             interruptions=rows,
             causes=_causes(rows),
-            mtbf_s=wall_s / unplanned if unplanned else None,
+            mtbf_s=running_s / unplanned if unplanned else None,
             mtbf_low_s=low_s,
             mtbf_high_s=high_s,
             checkpoints=self._checkpoints,
@@ -304,15 +178,15 @@ class ReportBuilder:
             skips=list(self._skips),
         )
 
-    def _ready(self, event: Ready, step_before: int) -> None:
-        lost = max(0, step_before - event.step)
+    def _ready(self, event: Ready, lost: int) -> None:
         if row := self._attempts.get(event.attempt):
-            row.restored_step, row.proof = event.step, event.proof
+            row.restored_step, row.proof = None if event.assumed else event.step, event.proof
             row.start_s = event.t - row.t
         if earlier := self._attempts.get(event.attempt - 1):
             earlier.steps_lost = lost
         for at, interruption in enumerate(self._open):
-            interruption.down_s = event.t - interruption.t
+            interruption.absent_s = self._accounts.absent_s(interruption.t, event.t)
+            interruption.down_s = event.t - interruption.t - interruption.absent_s
             interruption.steps_lost = lost if at == 0 else 0  # those that followed struck before anything was done again
         self._open.clear()
 
@@ -382,8 +256,9 @@ class ReportBuilder:
             hour[0] += record.tokens
             hour[1] += max(0.0, record.t_end - record.t_begin)
             if row := self._attempts.get(attempt):
-                row.steps += 1
-                row.first_step = record.step if row.first_step is None else row.first_step
+                steps = self._accounts.told_as(attempt, record.step)
+                row.steps += len(steps)
+                row.first_step = steps[0] if row.first_step is None else row.first_step
                 row.last_step = record.step
 
 

@@ -82,17 +82,23 @@ def explain(events: Iterable[Event], attempt: int) -> list[str]:
     for event in events:
         if event.attempt != attempt:
             continue
-        records = [record.step for record in steps_of(event)]
-        if not records and steps:
-            told.append(f"  steps {steps[0]} to {steps[-1]} finished")
+        steps += [record.step for record in steps_of(event)]
+        story = list(_story(event))
+        if story:
+            told += _finished(steps)
             steps = []
-        steps += records
-        told += [f"{_clock(event.t)}  {line}" for line in _story(event)]
-    if steps:
-        told.append(f"  steps {steps[0]} to {steps[-1]} finished")
+        told += [f"{_clock(event.t)}  {line}" for line in story]
+    told += _finished(steps)
     if not told:
         raise ReportError(f"the ledger holds no attempt {attempt}")
     return [f"attempt {attempt}", *told]
+
+
+def _finished(steps: Sequence[int]) -> list[str]:
+    """What was told between two lines of a story."""
+    if not steps:
+        return []
+    return [f"  step {steps[0]} finished" if steps[0] == steps[-1] else f"  steps {steps[0]} to {steps[-1]} finished"]
 
 
 def _story(event: Event) -> Iterator[str]:
@@ -100,6 +106,8 @@ def _story(event: Event) -> Iterator[str]:
         case AttemptStarted():
             layout = event.layout or "layout not recorded"
             yield f"started on {_count(event.ranks, 'rank')} ({layout}), state from {event.source}"
+        case Ready(assumed=True):
+            yield "all ranks are running: the first step is told; the state they began with is not"
         case Ready():
             yield f"all ranks ready with the state of step {event.step}"
         case ProcessDied():
@@ -134,14 +142,18 @@ def _count(count: int, noun: str) -> str:
 def _summary(report: Report) -> Iterator[str]:
     state = f"{report.outcome} ({report.outcome_reason})" if report.outcome_reason else report.outcome or report.phase
     yield f"run {report.run_id}: {state}"
-    finished = _count(report.steps_finished, "step")
-    yield f"step {report.step}; {finished} finished, {report.steps_lost} of them lost and done again"
+    finished, least = _count(report.steps_finished, "step"), "at least " if report.at_least else ""
+    yield f"step {report.step}; {least}{finished} finished, {least}{report.steps_lost} of them lost and done again"
     losses = (("loss", report.loss), ("held-out loss", report.eval_loss))
-    learnt = [f"{report.tokens:,} tokens"] if report.tokens else []
+    again = f" read, {report.tokens_again:,} of them again" if report.tokens_again else ""
+    learnt = [f"{report.tokens:,} tokens{again}"] if report.tokens else []
     learnt += [f"{name} {value:.4f}" for name, value in losses if value is not None]
     if learnt:
         yield ", ".join(learnt)
     productive_s = report.buckets["productive"]
+    if not productive_s and report.steps_finished > report.steps_lost:
+        yield "effective time: not known, for nothing says how long the steps took that were told"
+        return
     yield f"effective time {report.effective_time:.1%} = {format_duration(productive_s)} / {format_duration(report.wall_s)}"
     yield f"  ({report.formula})"
 
@@ -156,8 +168,12 @@ def _buckets(report: Report) -> Iterator[str]:
 def _attempt(row: AttemptRow) -> tuple[str, ...]:
     span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
     start = "never ready" if row.start_s is None else format_duration(row.start_s)
-    state = f"{row.source}, step {row.restored_step}"
-    return (str(row.attempt), str(row.ranks), state, start, span, str(row.steps_lost), row.ended_by or "-")
+    return (str(row.attempt), str(row.ranks), attempt_source(row), start, span, str(row.steps_lost), row.ended_by or "-")
+
+
+def attempt_source(row: AttemptRow) -> str:
+    """Where its state is from, as far as it is known."""
+    return f"{row.source}, step {'not told' if row.restored_step is None else row.restored_step}"
 
 
 def _layouts_of(rows: Sequence[AttemptRow]) -> Iterator[str]:
@@ -173,11 +189,11 @@ def _interruptions(report: Report) -> Iterator[str]:
         return
     yield "interruptions"
     for row in report.interruptions:
-        yield from _interruption(row)
+        yield from _interruption(row, "at least " if report.at_least and row.steps_lost else "")
     yield ""
 
 
-def _interruption(row: InterruptionRow) -> Iterator[str]:
+def _interruption(row: InterruptionRow, least: str) -> Iterator[str]:
     rank = "" if row.first_failing_rank is None else f", first rank {row.first_failing_rank}"
     node = f", node {row.node}" if row.node else ""
     was = f" (relabelled, was {row.relabelled_from})" if row.relabelled_from else ""
@@ -188,7 +204,8 @@ def _interruption(row: InterruptionRow) -> Iterator[str]:
     decision = row.decision.replace(f": {row.reason}", "", 1)  # which stands above
     yield f"      decision   {row.action or 'none'}: {decision}" if row.decision else "      decision   none recorded"
     down = "not recovered" if row.down_s is None else f"{format_duration(row.down_s)} until all ranks were ready again"
-    yield f"      cost       {_count(row.steps_lost, 'step')} lost, {down}"
+    away = f", and {format_duration(row.absent_s)} in which nobody had started the run" if row.absent_s else ""
+    yield f"      cost       {least}{_count(row.steps_lost, 'step')} lost, {down}{away}"
 
 
 def _causes(report: Report) -> Iterator[str]:
@@ -199,7 +216,7 @@ def _causes(report: Report) -> Iterator[str]:
     if report.mtbf_s is not None:
         high = "unbounded" if report.mtbf_high_s is None else format_duration(report.mtbf_high_s)
         interval = f"95 %: {format_duration(report.mtbf_low_s)} to {high}"
-        yield f"mean time between unplanned interruptions {format_duration(report.mtbf_s)} ({interval})"
+        yield f"mean running time between unplanned interruptions {format_duration(report.mtbf_s)} ({interval})"
     yield ""
 
 

@@ -131,6 +131,8 @@ def sentence(event: Event) -> str:
     match event:
         case events.AttemptStarted():
             return f"attempt {event.attempt}: {plural(event.ranks, 'rank')} ({event.layout}), state from {event.source}"
+        case events.Ready(assumed=True):
+            return f"attempt {event.attempt}: the script tells its steps"
         case events.Ready():
             return f"attempt {event.attempt}: all ranks hold the state of step {event.step}"
         case events.CheckpointCommitted():

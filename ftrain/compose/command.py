@@ -51,6 +51,7 @@ class CommandDelegate(Delegate):
         self._teller: int | None = None  # the rank whose steps are the run's
         self._ready = False
         self._step, self._step_t = 0, 0.0
+        self._looked = 0.0  # when the logs were read last
         self._speaks = False  # whether the script uses ftrain.progress, and so sees a request to stop
         self._stop_asked = 0.0
         self._terminated = False
@@ -120,6 +121,7 @@ class CommandDelegate(Delegate):
     def _begin_attempt(self, attempt: int) -> None:
         self._attempt, self._teller, self._ready, self._running = attempt, None, False, True
         self._step, self._step_t = 0, time.time()
+        self._looked = self._step_t
         self._leave.begin(range(self._nodes.ranks))
         watched = self._patterns or self._launch.output_is_progress
         self._tails = {rank: LogTail(self._log(rank)) for rank in range(self._nodes.ranks)} if watched else {}
@@ -200,7 +202,7 @@ class CommandDelegate(Delegate):
     def _on_step(self, told: StepTold) -> list[Event]:
         if told.step < 1 or (self._ready and told.step <= self._step):
             return []
-        found = self._is_ready(told.step - 1, told.t_end)
+        found = self._is_ready(told.step - 1, told.t_end, assumed=True)
         begin = told.t_end if found else told.t_begin
         self._step, self._step_t = told.step, told.t_end
         finished = events.StepFinished(
@@ -215,11 +217,11 @@ class CommandDelegate(Delegate):
         )
         return [*found, finished]
 
-    def _is_ready(self, step: int, t: float) -> list[Event]:
+    def _is_ready(self, step: int, t: float, *, assumed: bool = False) -> list[Event]:
         if self._ready:
             return []
         self._ready, self._step, self._step_t = True, step, t
-        return [events.Ready(t=t, attempt=self._attempt, step=step)]
+        return [events.Ready(t=t, attempt=self._attempt, step=step, assumed=assumed)]
 
     def _on_stored(self, told: StateStored) -> list[Event]:
         if told.error:
@@ -253,19 +255,30 @@ class CommandDelegate(Delegate):
     def _read_logs(self, now: float) -> list[Event]:
         found: list[Event] = []
         for rank, tail in self._tails.items():
-            for line in tail.lines():
-                seen = seen_in(line, self._patterns)
-                if seen is not None:
-                    found += self._saw(rank, seen, now)
+            seen = [one for line in tail.lines() if (one := seen_in(line, self._patterns)) is not None]
+            for one, t in zip(seen, self._times(seen, now), strict=True):
+                found += self._saw(rank, one, t)
+        self._looked = now
         return found
 
-    def _saw(self, rank: int, seen: Seen, now: float) -> list[Event]:
+    def _times(self, seen: Sequence[Seen], now: float) -> list[float]:
+        """When the steps of one look were finished: evenly spread since the step before or, if these are the first, since the
+        look before, and the process's start was one. Steps that all end at once would have taken no time.
+        """
+        if not seen:
+            return []
+        before, since = (self._step, self._step_t) if self._ready else (seen[0].step - 1, self._looked)
+        last = seen[-1].step
+        shares = ((last - one.step) / (last - before) if before < one.step < last else 0.0 for one in seen)
+        return [now - share * max(0.0, now - since) for share in shares]
+
+    def _saw(self, rank: int, seen: Seen, t: float) -> list[Event]:
         before = self._last.get(rank)
         if before is None or seen.step > before.step:
             self._last[rank] = Beat(rank=rank, attempt=self._attempt, step=seen.step, phase="step", count=1, t=time.monotonic())
         if rank != self._tells(rank):
             return []
-        told = StepTold(step=seen.step, t_begin=self._step_t, t_end=now, loss=seen.loss, tokens=seen.tokens)
+        told = StepTold(step=seen.step, t_begin=self._step_t, t_end=t, loss=seen.loss, tokens=seen.tokens)
         return self._on_step(told)
 
     def beats(self, beats: Sequence[Beat]) -> Sequence[Beat]:

@@ -25,7 +25,7 @@ from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
 from recovery.durations import format_duration
-from recovery.report_text import evidence_text
+from recovery.report_text import attempt_source, evidence_text
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 HERE = Path(__file__).parent
@@ -289,7 +289,7 @@ def _pace(run: Recorded) -> str:
 
 def _attempts(run: Recorded) -> str:
     rows = [
-        (str(row.attempt), row.layout or "-", str(row.ranks), f"{row.source}, step {row.restored_step}",
+        (str(row.attempt), row.layout or "-", str(row.ranks), attempt_source(row),
          "never ready" if row.start_s is None else format_duration(row.start_s), str(row.steps), str(row.steps_lost),
          row.ended_by or "-")
         for row in run.report.attempts

@@ -99,7 +99,7 @@ def _sizes(run: Recorded) -> Iterator[PaceRow]:
             step_s=step.value if step else 0.0,
             tokens_per_s=update / step.value if step and step.value > 0 else 0.0,
             per_rank=1.0,
-            from_step=first.restored_step,
+            from_step=first.restored_step or 0,
             proof=first.proof,
         )
 

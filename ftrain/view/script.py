@@ -136,7 +136,7 @@ def _without_steps(found: Script, run: Recorded) -> list[str]:
 
 
 def _attempts(found: Script) -> list[str]:
-    head = ("attempt", "processes", "started (UTC)", "ran", "steps told", "ended by")
+    head = ("attempt", "processes", "started (UTC)", "ran", "steps", "ended by")
     rows = [
         (str(row.attempt), str(row.processes), datetime.fromtimestamp(row.started_t, UTC).strftime("%Y-%m-%d %H:%M:%S"),
          format_duration(row.ran_s), str(row.steps) if found.tells_steps else "-", row.ended_by or "-")

@@ -87,7 +87,7 @@ def test_interval_of_the_failure_rate_is_garwoods(count: int, least: float, most
 
 def test_one_attempt_explained() -> None:
     text = "\n".join(explain(crashed_once(), 0))
-    assert "steps 1 to 2 finished" in text
+    assert "steps 1 to 3 finished" in text
     assert "worker of rank 1 (pid 7) ended: killed by SIGKILL\n" in text
     assert "(pid 8) ended: killed by SIGKILL, by our own signal" in text
     assert "decided restart after 1.0 s: first time" in text
@@ -152,7 +152,7 @@ def test_a_suspicion_that_did_not_come_true_is_no_sign_of_the_next_interruption(
     assert [row.t for row in report(told).interruptions] == [10.0]
 
 
-def test_changes_of_layout_are_told_with_their_reason_and_cost():
+def test_changes_of_layout_are_told_with_their_reason_and_cost() -> None:
     started = ev.RunStarted(t=0.0, run_id="r")
     chosen = ev.LayoutChosen(
         t=5.0, ranks=7, layout="dp7", was="dp8", reason="n/3 was drained", costs="a restart", tokens_per_s=0.67
@@ -162,3 +162,139 @@ def test_changes_of_layout_are_told_with_their_reason_and_cost():
     assert (row.was, row.layout, row.tokens_per_s) == ("dp8", "dp7", 0.67)
     assert any("dp8 -> dp7: n/3 was drained; costs a restart" in line for line in lines(made))
     assert report([started]).layouts == []
+
+
+def every_tenth(*, assumed: bool = True) -> list[ev.Event]:
+    """A script that tells each tenth step: 10 to 50, killed, and from the start again, 10 to 60. Each step takes a second."""
+
+    def told(attempt: int, begin: float, last: int) -> list[ev.Event]:
+        first = 10 if assumed else 0
+        return [
+            ev.AttemptStarted(t=begin, attempt=attempt, ranks=1, source="storage" if attempt else "init"),
+            ev.Ready(t=begin + first, attempt=attempt, step=9 if assumed else 0, assumed=assumed),
+            *(
+                ev.StepFinished(
+                    t=begin + step,
+                    attempt=attempt,
+                    step=step,
+                    t_begin=begin + max(first, step - 10),
+                    t_end=begin + step,
+                    tokens=9,
+                )
+                for step in range(10, last + 1, 10)
+            ),
+        ]
+
+    crash = ev.Verdict(class_="unknown", component="unknown", reason="killed")
+    return [
+        ev.RunStarted(t=0, run_id="r"),
+        *told(0, 0.0, 50),
+        ev.ProcessDied(t=55, attempt=0, kind="worker", pid=7, status=-9, rank=0),
+        ev.InterruptionClassified(t=56, attempt=0, verdict_id="v", verdict=crash),
+        ev.Decided(t=56, attempt=0, action="restart", reason="", verdict_id="v"),
+        *told(1, 60.0, 60),
+        ev.ProcessDied(t=121, attempt=1, kind="worker", pid=8, status=0, rank=0),
+        ev.RunEnded(t=122, outcome="finished", step=60),
+    ]
+
+
+def test_steps_count_by_their_numbers_and_no_start_is_made_up() -> None:
+    """The first told step counts as one; those between two that are told count all; what is told again was lost: 10 to 50."""
+    found = report(every_tenth())
+    assert (found.step, found.steps_finished, found.steps_lost, found.at_least) == (60, 41 + 51, 41, True)
+    assert [(row.steps, row.first_step, row.last_step) for row in found.attempts] == [(41, 10, 50), (51, 10, 60)]
+    assert [(row.restored_step, row.steps_lost) for row in found.attempts] == [(None, 41), (None, 0)]
+    assert [row.steps_lost for row in found.interruptions] == [41]
+    assert sum(found.buckets.values()) == pytest.approx(found.wall_s)
+    assert (found.buckets["productive"], found.buckets["discarded"]) == (50.0, 40.0 + 5.0)
+    text = "\n".join(lines(found))
+    assert "at least 92 steps finished, at least 41 of them lost and done again" in text
+    assert "storage, step not told" in text
+    assert "cost       at least 41 steps lost" in text
+    story = "\n".join(explain(every_tenth(), 1))
+    assert "step 9" not in story
+    assert "steps 10 to 60 finished" in story
+
+
+def test_a_start_that_is_told_counts_the_steps_before_the_first_told_one() -> None:
+    found = report(every_tenth(assumed=False))
+    assert (found.steps_finished, found.steps_lost) == (50 + 60, 50)
+    assert [(row.steps, row.restored_step) for row in found.attempts] == [(50, 0), (60, 0)]
+
+
+def test_of_steps_told_as_one_only_those_after_the_restart_are_lost() -> None:
+    history = every_tenth(assumed=False)
+    at = max(place for place, event in enumerate(history) if isinstance(event, ev.Ready))
+    again = ev.Ready(t=60, attempt=1, step=45)
+    found = report([*history[:at], again, *(event for event in history[at + 1 :] if getattr(event, "step", 60) >= 50)])
+    assert (found.steps_lost, found.interruptions[0].steps_lost) == (5, 5)
+    assert found.steps_finished == 50 + 15
+    assert found.tokens_again == 9 * 5 // 10
+    assert found.buckets["discarded"] == 5.0 + 5.0  # half of the ten seconds, and what was begun at the kill
+    assert sum(found.buckets.values()) == pytest.approx(found.wall_s)
+
+
+def test_what_did_not_run_is_not_interrupted_and_costs_nothing() -> None:
+    """Stopped for a person at 12 s, started again an hour later, ready 3 s after that."""
+    verdict = ev.Verdict(class_="software_error", component="code")
+    told: list[ev.Event] = [
+        ev.RunStarted(t=0, run_id="r"),
+        ev.AttemptStarted(t=0, attempt=0, ranks=1, source="init"),
+        ev.Ready(t=1, attempt=0, step=0),
+        ev.ProcessDied(t=10, attempt=0, kind="worker", pid=7, status=1, rank=0),
+        ev.InterruptionClassified(t=11, attempt=0, verdict_id="v", verdict=verdict),
+        ev.Decided(t=11, attempt=0, action="stop_for_human", reason="the same again", verdict_id="v"),
+        ev.RunEnded(t=12, outcome="stopped"),
+        ev.RunStarted(t=3612, run_id="r"),
+        ev.AttemptStarted(t=3613, attempt=1, ranks=1, source="init"),
+        ev.Ready(t=3615, attempt=1, step=0),
+    ]
+    found = report(told)
+    assert found.mtbf_s == 15.0
+    assert (found.mtbf_low_s, found.mtbf_high_s) == mtbf_interval(1, 15.0)
+    (row,) = found.interruptions
+    assert (row.down_s, row.absent_s) == (5.0, 3600.0)
+    assert "5.0 s until all ranks were ready again, and 1h 00m in which nobody had" in "\n".join(lines(found))
+
+
+def test_tokens_that_were_read_again_are_told_apart() -> None:
+    found = report(crashed_once())
+    assert (found.tokens, found.tokens_again) == (50, 10)
+    assert "50 tokens read, 10 of them again, loss 1.0000" in lines(found)
+
+
+def test_steps_without_any_time_have_no_effective_time() -> None:
+    told: list[ev.Event] = [
+        ev.RunStarted(t=0, run_id="r"),
+        ev.AttemptStarted(t=1, attempt=0, ranks=1, source="init"),
+        ev.Ready(t=2, attempt=0, step=0, assumed=True),
+        ev.StepFinished(t=2, attempt=0, step=1, t_begin=2, t_end=2),
+        ev.RunEnded(t=3, outcome="finished", step=1),
+    ]
+    text = "\n".join(lines(report(told)))
+    assert "effective time: not known" in text
+    assert " 0.0%" not in text
+
+
+def test_work_done_before_anybody_knew_that_it_had_begun_is_followed_by_no_restart() -> None:
+    told: list[ev.Event] = [
+        ev.RunStarted(t=0, run_id="r"),
+        ev.AttemptStarted(t=1, attempt=0, ranks=1, source="init"),
+        ev.ProcessDied(t=3, attempt=0, kind="worker", pid=7, status=0, rank=0),
+        ev.Ready(t=2, attempt=0, step=0, assumed=True),
+        ev.StepFinished(t=2, attempt=0, step=1, t_begin=2, t_end=2),
+        ev.StepFinished(t=3, attempt=0, step=2, t_begin=2, t_end=3),
+        ev.AttemptEnded(t=3, attempt=0, step=2),
+        ev.RunEnded(t=4, outcome="finished", step=2),
+    ]
+    found = report(told)
+    assert {name: s for name, s in found.buckets.items() if s} == {"initialisation": 2.0, "productive": 1.0, "stopping": 1.0}
+
+
+def test_a_story_joins_steps_between_which_nothing_is_told() -> None:
+    history = list(crashed_once())
+    text = "\n".join(explain(history, 0))
+    assert "steps 1 to 3 finished" in text, "the snapshot after step 2 is no part of the story"
+    at = next(place for place, event in enumerate(history) if isinstance(event, ev.StepFinished))
+    text = "\n".join(explain([*history[: at + 1], *history[at + 4 :]], 0))
+    assert "  step 1 finished" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,9 @@ from recovery.notice import Lookout
 class Desk:
     """Takes what ranks say to the delegate, and what comes of it back to it, as the coordinator does."""
 
-    def __init__(self, folder: Path) -> None:
-        launch = msgspec.convert({"url": str(folder), "argv": ["true"], "cwd": "/", "nproc": 2}, CommandLaunch)
+    def __init__(self, folder: Path, patterns: Sequence[str] = ()) -> None:
+        plain = {"url": str(folder), "argv": ["true"], "cwd": "/", "nproc": 2, "patterns": patterns}
+        launch = msgspec.convert(plain, CommandLaunch)
         self.delegate = CommandDelegate(launch, folder, EndWatch(Lookout((), poll_s=60.0, clock=lambda: 0.0), margin_s=0.0))
         self.attempt = -1
 
