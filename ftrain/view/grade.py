@@ -60,6 +60,8 @@ class Grade(Struct, frozen=True, kw_only=True):
     heading: str = ""
     """Layout, ranks, attempts and steps."""
     hardware: str = ""
+    assumed: bool = False
+    """Whether that profile was taken because the config names none."""
     rows: tuple[GradeRow, ...] = ()
     mfu: float | None = None
     mfu_of: str = ""
@@ -85,7 +87,8 @@ def grade(run: Recorded, *, heading: str = "") -> Grade:
     mfu, mfu_of = None, ""
     if speed is not None and speed.speed.mfu is not None:  # of a profile that the config names, never of one assumed here
         mfu, mfu_of = speed.speed.mfu, f"of {speed.speed.peak} a GPU; model FLOPs with causal attention halved"
-    return Grade(heading=heading, hardware=profile.name, rows=tuple(_rows(said, found)), mfu=mfu, mfu_of=mfu_of)
+    assumed, rows = not run.config.machine.hardware, tuple(_rows(said, found))
+    return Grade(heading=heading, hardware=profile.name, assumed=assumed, rows=rows, mfu=mfu, mfu_of=mfu_of)
 
 
 def _rows(said: Predicted, found: Measured) -> list[GradeRow]:
@@ -219,13 +222,18 @@ def lines(found: Grade) -> list[str]:
     of = f", {found.heading}" if found.heading else ""
     if found.note:
         return [f"predicted beside measured{of}: {found.note}"]
-    told = [f"predicted beside measured{of} (hardware profile {found.hardware})"]
+    told = [f"predicted beside measured{of} (hardware profile {profile_text(found)})"]
     rows = [(label if stage is None else f"stage {stage}: {label}", *rest) for stage, label, *rest in cells(found)]
     told += table(HEAD, rows)
     told += [f"  {note}" for note in notes(found)]
     if found.mfu is not None:
         told.append(f"  MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return told
+
+
+def profile_text(found: Grade) -> str:
+    """By which profile was predicted, and whether anybody named it."""
+    return f"{found.hardware}, assumed" if found.assumed else found.hardware
 
 
 def cells(found: Grade) -> list[tuple[int | None, str, str, str, str]]:

@@ -168,7 +168,7 @@ def _grade(found: grading.Grade, mark: str) -> str:
         + table(("", "what", *grading.HEAD[1:]), rows, key=f"grade{mark}")
         + "".join(map(_how, grading.notes(found)))
         + mfu
-        + _how(f"Hardware profile {found.hardware}. The error is measured over predicted, minus 1.")
+        + _how(f"Hardware profile {grading.profile_text(found)}. The error is measured over predicted, minus 1.")
     )
 
 

@@ -130,6 +130,11 @@ def test_without_a_peak_no_time_is_predicted() -> None:
     assert row(found, "step_s") == (None, 1.0, None)
 
 
+def test_a_profile_that_nobody_named_is_called_assumed() -> None:
+    assert "(hardware profile laptop, assumed)" in lines(graded())[0]
+    assert "(hardware profile h100)" in lines(graded(*H100))[0]
+
+
 def test_without_metrics_what_the_ledger_knows_is_still_graded() -> None:
     found = graded(*H100, metrics=[])
     assert row(found, "step_s")[1] == 1.0
