@@ -19,8 +19,8 @@ from typing import Any
 
 TIMEOUT_S = 60  # of a collective: a deadlock becomes an error that names the rank
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step", "ftrain.checkpoint.checkpointer"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "ftrain.train.step", "ftrain.checkpoint.checkpointer"])
 
 
 class RankError(AssertionError):
@@ -30,9 +30,9 @@ class RankError(AssertionError):
 def run_world(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Run `fn(rank, *args)` on `size` ranks of one process group and return what each returned."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
         ranks = [
-            _context.Process(target=_rank, args=(fn, rank, size, str(Path(folder) / "store"), pipe[1], args), daemon=True)
+            context.Process(target=_rank, args=(fn, rank, size, str(Path(folder) / "store"), pipe[1], args), daemon=True)
             for rank, pipe in enumerate(pipes)
         ]
         for rank in ranks:
