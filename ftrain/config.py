@@ -470,8 +470,9 @@ class Recovery(Section, frozen=True, kw_only=True):
     elastic: Annotated[
         bool,
         Meta(
-            description="when places are lost and no spare is left, go on with the layout of best predicted tokens/s for what "
-            "is left (same batches, same data), and grow again when they are back",
+            description="when places are lost and no spare is left, go on with the layout of best predicted tokens/s (of least "
+            "work for the busiest rank, where no peak is known) for what is left: same batches, same data; and grow again when "
+            "they are back",
             extra=FREE,
         ),
     ] = True

@@ -89,7 +89,7 @@ class Speed:
         """
         rates = ("tflops", "tflops_full", "mfu", "mfu_full")
         here = record["layout"] == self.layout and record["step"] >= self._since
-        if not (here and self.step_s and record["seconds"] > 0 and record["sequences"]):
+        if not (here and self.step_s and record["seconds"] > 0 and record.get("sequences")):
             return {**record, **dict.fromkeys(rates)}
         ratio = self._mean(2) / self.step_s / (record["sequences"] / record["seconds"])
         return {**record, **{name: None if record[name] is None else record[name] * ratio for name in rates}}
