@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from ftrain.combinations import replicas
+from ftrain.compose.checks import timeouts
 from ftrain.load import load, num_parameters
 from ftrain.reference import reference
+from recovery.timeouts import explain
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -17,6 +19,19 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads(path: Path) -> None:
     load(str(path))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_has_its_time_limits_in_the_right_order(path: Path) -> None:
+    assert explain(timeouts(load(str(path)), {}, 0.0)) == ""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_of_gpus_says_how_they_stand_on_nodes(path: Path) -> None:
+    config = load(str(path))
+    if config.machine.device == "cuda":
+        assert config.machine.ranks_per_node == 8
+        assert config.machine.shared_dir.endswith(path.stem)
 
 
 def test_the_documented_configs_are_there() -> None:
