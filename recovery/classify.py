@@ -8,6 +8,7 @@ not end it. `unknown` is an answer: without evidence nothing is blamed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from recovery.injected import announced
 from recovery.observe import Observation, observe
 from recovery.reading import Reader, read
 from recovery.templates import ClassMeaning, Overrides, Signature, Table, default_table
+from recovery.verdict import OWN_WORDS
 
 # Confidence by weight: the outside says so, a program names the cause, an exception, a time-out, fall-out, a bare status.
 _CONFIDENCE = ((90, 0.97), (70, 0.9), (50, 0.8), (35, 0.65), (20, 0.45), (10, 0.3), (0, 0.2))
@@ -171,9 +173,12 @@ def _confidence(best: Observation, matches: Sequence[Observation]) -> float:
 
 def _reason(best: Observation, rank: int | None) -> str:
     text = " ".join(best.line.text.split())
+    own = best.line.where == "scheduler" and text.startswith(OWN_WORDS)
+    text = text.removeprefix(OWN_WORDS) if own else text
     shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
-    who = "" if rank is None or best.line.where == "exit" else f"rank {rank}: "
-    return f"{who}{shown}" if best.line.where in ("log", "exit") else f"{who}{best.line.where}: {shown}"
+    named = best.line.where == "exit" or (own and re.search(rf"\brank {rank}\b", text))
+    who = "" if rank is None or named else f"rank {rank}: "
+    return f"{who}{shown}" if own or best.line.where in ("log", "exit") else f"{who}{best.line.where}: {shown}"
 
 
 def _unexplained(case: Evidence) -> str:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from recovery.events import EvidenceLine, Verdict
 from recovery.policy import Decision, History
+from recovery.report_text import evidence_texts
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class Packet(Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """In plain lines."""
         shown = [self.headline, f"  cause     {self.cause}", f"  why stop  {self.reason}"]
-        shown += [f"  evidence  {line.where}:{line.line}: {line.text}" for line in self.evidence]
+        shown += [f"  evidence  {line}" for line in evidence_texts(self.evidence)]
         shown += [f"  tried     {attempt}" for attempt in self.tried]
         for option in self.options:
             how = f": {option.command}" if option.command else ""

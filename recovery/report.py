@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from recovery.accounts import NS, Accounts, Bucket, ReportError
 from recovery.events import (
+    AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
     CheckpointFailed,
@@ -26,7 +27,10 @@ from recovery.events import (
     ProcessDied,
     Ready,
     Relabelled,
+    RunEnded,
+    RunStarted,
     StepRecord,
+    StopRequested,
     StorageNotice,
     Suspected,
     TierCommitted,
@@ -56,6 +60,8 @@ __all__ = [
     "mtbf_interval",
     "report",
 ]
+
+STOPPED = "user_interrupt"
 
 
 def report(events: Iterable[Event], until_s: float | None = None) -> Report:
@@ -101,6 +107,7 @@ class ReportBuilder:
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
         self._only_suspected = False
+        self._asked = False  # to stop, in this attempt
         self._checkpoints = CheckpointRows()
         self._hours: dict[int, list[float]] = {}  # hour -> [tokens, seconds]
 
@@ -112,6 +119,7 @@ class ReportBuilder:
         self._state = apply(self._state, event)
         match event:
             case AttemptStarted():
+                self._asked = False
                 self._attempts[event.attempt] = AttemptRow(
                     attempt=event.attempt,
                     t=event.t,
@@ -121,6 +129,8 @@ class ReportBuilder:
                     restored_step=event.restored_step,
                     phase=self._state.training_phase,
                 )
+            case RunStarted() | StopRequested() | AttemptEnded() | RunEnded():
+                self._ends(event)
             case Ready():
                 fresh_lost = self._accounts.steps_lost - lost_before
                 self._ready(event, fresh_lost if event.assumed else max(0, before - event.step))
@@ -189,6 +199,21 @@ class ReportBuilder:
             interruption.down_s = event.t - interruption.t - interruption.absent_s
             interruption.steps_lost = lost if at == 0 else 0  # those that followed struck before anything was done again
         self._open.clear()
+
+    def _ends(self, event: RunStarted | StopRequested | AttemptEnded | RunEnded) -> None:
+        """An attempt that ends after somebody has asked for it ends by that. A scheduler's wish has its own verdict."""
+        row = self._attempts.get(event.attempt)
+        match event:
+            case RunStarted():
+                self._asked = self._asked and event.readopted
+            case StopRequested():
+                self._asked = True
+            case AttemptEnded() if self._asked and row and not row.ended_by:
+                row.ended_by = STOPPED
+            case RunEnded(outcome="finished"):  # it had come to its end when it was asked
+                newest = self._attempts.get(self._state.attempt)
+                if newest and newest.ended_by == STOPPED:
+                    newest.ended_by = ""
 
     def _sign(self, event: ProcessDied | Suspected) -> None:
         expected = isinstance(event, ProcessDied) and (event.ours or event.status == 0 or event.kind not in ("worker", "agent"))

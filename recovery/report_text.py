@@ -24,8 +24,10 @@ from recovery.events import (
 )
 from recovery.exits import exit_text
 from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError
+from recovery.verdict import OWN_WORDS
 
 WIDTH = 80
+_SPEAKER = re.compile(r"\[rank(\d+)\]: ")
 _LABEL = re.compile(r" *(?:\S+ {2,}|\(\d+\) )")  # what stands before the text of a line: `cause      `, `(1) `
 _COMMAND = re.compile(r"command: |  go on  |  option .*: ftrain ")  # what somebody copies, and would copy with its breaks
 
@@ -122,7 +124,7 @@ def _story(event: Event) -> Iterator[str]:
         case InterruptionClassified():
             verdict = event.verdict
             yield f"verdict {verdict.class_} ({verdict.component}), confidence {verdict.confidence:.2f}: {verdict.reason}"
-            yield from (f"    {evidence_text(line)}" for line in verdict.evidence)
+            yield from (f"    {line}" for line in evidence_texts(verdict.evidence))
         case Decided():
             wait = f" after {format_duration(event.wait_s)}" if event.wait_s else ""
             yield f"decided {event.action}{wait}: {event.reason}"
@@ -130,9 +132,23 @@ def _story(event: Event) -> Iterator[str]:
             yield f"ended; last finished step {event.step}"
 
 
-def evidence_text(line: EvidenceLine) -> str:
-    """Where a line stands, and what it says."""
-    return f"{line.where}:{line.line}: {line.text}"
+def evidence_texts(evidence: Iterable[EvidenceLine]) -> list[str]:
+    """Where each line stands (that of the first rank, if several said it), and what it says; who said it is named once."""
+    said: dict[tuple[str, str], list[EvidenceLine]] = {}
+    for line in evidence:
+        text = _SPEAKER.sub("", line.text) if line.where == "log" else line.text
+        said.setdefault((line.where, text), []).append(line)
+    return [_evidence_text(text, lines) for (_, text), lines in said.items()]
+
+
+def _evidence_text(text: str, said: Sequence[EvidenceLine]) -> str:
+    first = said[0]
+    if first.where == "scheduler" and text.startswith(OWN_WORDS):
+        return text.removeprefix(OWN_WORDS)
+    ranks = sorted({int(found[1]) for line in said if (found := _SPEAKER.match(line.text))})
+    if len(ranks) < 2 or first.where != "log":
+        return f"{first.where}:{first.line}: {first.text}"
+    return f"{first.where}:{first.line}: [ranks {', '.join(map(str, ranks))}]: {text}"
 
 
 def _count(count: int, noun: str) -> str:
@@ -200,7 +216,7 @@ def _interruption(row: InterruptionRow, least: str) -> Iterator[str]:
     where = "" if row.component == "unknown" else f" in {row.component}"
     yield f"  {_clock(row.t)}  attempt {row.attempt}: {row.class_}{was}{where}{rank}{node}"
     yield f"      cause      {row.reason} (confidence {row.confidence:.2f})"
-    yield from (f"      evidence   {evidence_text(line)}" for line in row.evidence)
+    yield from (f"      evidence   {line}" for line in evidence_texts(row.evidence))
     decision = row.decision.replace(f": {row.reason}", "", 1)  # which stands above
     yield f"      decision   {row.action or 'none'}: {decision}" if row.decision else "      decision   none recorded"
     down = "not recovered" if row.down_s is None else f"{format_duration(row.down_s)} until all ranks were ready again"

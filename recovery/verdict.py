@@ -9,6 +9,10 @@ from msgspec import Struct, field
 Where = Literal["log", "kernel", "scheduler", "exit"]
 Action = Literal["restart", "restart_exclude_node", "restart_after_wait", "roll_back", "stop_for_human", "finish"]
 
+OWN_WORDS = "supervisor: "
+"""Begins what the supervisor itself has seen, among the scheduler's lines: so the table of signatures knows it. People need not
+be told."""
+
 
 class EvidenceLine(Struct, frozen=True, kw_only=True):
     """One line a verdict rests on. `line` counts from 0 within its source; for `exit` it is the rank."""

@@ -25,7 +25,8 @@ from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
 from recovery.durations import format_duration
-from recovery.report_text import attempt_source, evidence_text
+from recovery.report_text import attempt_source, evidence_texts
+from recovery.verdict import EvidenceLine
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 HERE = Path(__file__).parent
@@ -254,8 +255,8 @@ def _interruptions(run: Recorded) -> str:
     return shown + "".join(_evidence(row.t, row.evidence, row.decision) for row in run.report.interruptions)
 
 
-def _evidence(t: float, evidence: Iterable[object], decision: str) -> str:
-    told = "\n".join(escape(evidence_text(line)) for line in evidence)  # type: ignore[arg-type]
+def _evidence(t: float, evidence: Iterable[EvidenceLine], decision: str) -> str:
+    told = "\n".join(map(escape, evidence_texts(evidence)))
     return f"<details><summary>{_moment(t)}: evidence and decision</summary><pre>{told}\n{escape(decision)}</pre></details>"
 
 

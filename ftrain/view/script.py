@@ -16,7 +16,7 @@ from msgspec import Struct
 from ftrain.units import plural
 from ftrain.view.record import Recorded
 from recovery.durations import format_duration
-from recovery.events import AttemptEnded, AttemptStarted, Event, ProcessDied, RunStarted, StopRequested
+from recovery.events import AttemptStarted, Event, ProcessDied, RunStarted, StopRequested
 from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
 from recovery.report_text import table
@@ -49,7 +49,7 @@ def script(run: Recorded, events: Sequence[Event]) -> Script | None:
     words = command_of(events)
     if not words:
         return None
-    rows, stopped = {row.attempt: row for row in run.report.attempts}, _stopped(events)
+    rows = {row.attempt: row for row in run.report.attempts}
     ran = tuple(
         Ran(
             attempt=span.attempt,
@@ -57,7 +57,7 @@ def script(run: Recorded, events: Sequence[Event]) -> Script | None:
             started_t=span.start,
             ran_s=span.end - span.start,
             steps=rows[span.attempt].steps,
-            ended_by=rows[span.attempt].ended_by or stopped.get(span.attempt, ""),
+            ended_by=rows[span.attempt].ended_by,
         )
         for span in run.attempts
     )
@@ -67,20 +67,6 @@ def script(run: Recorded, events: Sequence[Event]) -> Script | None:
         running_s=sum(row.ran_s for row in ran),
         attempts=ran,
     )
-
-
-def _stopped(events: Iterable[Event]) -> dict[int, str]:
-    """Attempt -> its end, of those during which a stop was asked for. (One that a scheduler wanted has its own verdict.)"""
-    asked, found = False, {}
-    for event in events:
-        match event:
-            case AttemptStarted() | RunStarted(readopted=False):
-                asked = False
-            case StopRequested():
-                asked = True
-            case AttemptEnded() if asked:
-                found[event.attempt] = "user_interrupt"
-    return found
 
 
 def command_of(events: Iterable[Event]) -> list[str]:

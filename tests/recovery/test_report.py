@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
 
 from recovery import events as ev
+from recovery.classify import classify
+from recovery.evidence import Evidence
 from recovery.report import ReportError, mtbf_interval, report
-from recovery.report_text import WIDTH, explain, fold, lines
+from recovery.report_text import WIDTH, evidence_texts, explain, fold, lines
 from tests.recovery.test_state import crashed_once
 
 
@@ -298,3 +301,46 @@ def test_a_story_joins_steps_between_which_nothing_is_told() -> None:
     at = next(place for place, event in enumerate(history) if isinstance(event, ev.StepFinished))
     text = "\n".join(explain([*history[: at + 1], *history[at + 4 :]], 0))
     assert "  step 1 finished" in text
+
+
+def test_an_attempt_that_somebody_stopped_says_so_and_one_that_came_to_its_end_does_not() -> None:
+    def ended(outcome: Any) -> str:
+        told: list[ev.Event] = [
+            *crashed_once(),
+            ev.RunStarted(t=200, run_id="r"),
+            ev.AttemptStarted(t=201, attempt=2, ranks=2, source="storage"),
+            ev.Ready(t=203, attempt=2, step=4),
+            ev.StopRequested(t=204, by="ftrain stop"),
+            ev.AttemptEnded(t=205, attempt=2, step=5),
+            ev.RunEnded(t=206, outcome=outcome, step=5),
+        ]
+        rows = report(told).attempts
+        assert [row.ended_by for row in rows[:2]] == ["unknown", ""]
+        return rows[2].ended_by
+
+    assert ended("stopped") == "user_interrupt"
+    assert ended("finished") == ""
+
+
+def test_what_several_ranks_said_is_one_line_that_names_them() -> None:
+    said = "StateError: 'model' is not a module"
+    evidence = [ev.EvidenceLine(where="log", line=7 * rank + 3, text=f"[rank{rank}]: {said}") for rank in (1, 0, 2)]
+    evidence += [
+        ev.EvidenceLine(where="log", line=40, text="[rank2]: another"),
+        ev.EvidenceLine(where="scheduler", line=1, text="supervisor: no progress of rank 2"),
+        ev.EvidenceLine(where="scheduler", line=2, text="slurmstepd: cancelled"),
+    ]
+    assert evidence_texts(evidence) == [
+        f"log:10: [ranks 0, 1, 2]: {said}",
+        "log:40: [rank2]: another",
+        "no progress of rank 2",
+        "scheduler:2: slurmstepd: cancelled",
+    ]
+
+
+def test_a_cause_that_the_supervisor_saw_itself_shows_no_prefix_of_ours() -> None:
+    for rank, text in ((1, "no progress of rank 1: sleeps at train.py:8"), (None, "node n2 was lost: its connection ended")):
+        case = Evidence(exit={"0": None, "1": None} if rank else {}, scheduler=(f"supervisor: {text}",))
+        verdict = classify(case)
+        assert verdict.reason == text
+        assert [line.text for line in verdict.evidence] == [f"supervisor: {text}"], "as the ledger keeps it"
