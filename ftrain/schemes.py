@@ -9,8 +9,18 @@ from __future__ import annotations
 
 S3 = ("s3", "s3a")
 CLOUDS = ("gs", "gcs", "az", "abfs")
-SUPPORTED = "a folder, " + ", ".join(f"{scheme}://" for scheme in ("file", *S3, *CLOUDS))
+SUPPORTED = "a folder, " + ", ".join(f"{scheme}://" for scheme in ("file", *S3, *CLOUDS)) + ", or another store of fsspec's"
 """In words, for whoever gave another one."""
+
+UNFIT = {
+    "memory": "each process has such a memory of its own, and no other sees what is there",
+    **dict.fromkeys(("http", "https", "github", "git", "gist", "data"), "it can only be read"),
+    "ftp": "nobody can create a file there that surely was not there before",
+    **dict.fromkeys(
+        ("zip", "tar", "libarchive", "reference", "dir", "cached", "blockcache", "filecache", "simplecache", "generic"),
+        "it is a view of another place",
+    ),
+}
 
 
 def is_local(url: str) -> bool:
@@ -23,9 +33,14 @@ def why_not(url: str) -> str:
     scheme = url.partition("://")[0]
     if is_local(url) or scheme in S3 + CLOUDS:
         return ""
-    if scheme == "memory":
-        return "each process has such a memory of its own, and no other sees what is there"
-    return f"{scheme}:// is not supported"
+    return UNFIT.get(scheme) or ("" if scheme in _known() else f"{scheme}:// is not known to fsspec")
+
+
+def _known() -> list[str]:
+    """Schemes that fsspec has, plugins among them; it is imported only for one that is none of ours."""
+    import fsspec
+
+    return list(fsspec.available_protocols())
 
 
 def checked(url: str) -> str:

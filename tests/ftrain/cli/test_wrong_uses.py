@@ -81,7 +81,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report my.toml", 2, "It is a config"),
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
-        ("report foo://x", 2, "foo:// is not supported; give a folder, file://, s3://"),
+        ("report foo://x", 2, "foo:// is not known to fsspec; give a folder, file://, s3://"),
         ("report runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
     ],
     "compare": [

@@ -149,7 +149,7 @@ CASES = [
     pytest.param(
         ["run.url=memory://x"], "run.url", "no other sees what is there; allowed: a folder, file://, s3://", id="memory"
     ),
-    pytest.param(["run.url=ftp://x/y"], "run.url", "ftp:// is not supported; allowed: a folder, file://, s3://", id="ftp"),
+    pytest.param(["run.url=ftp://x/y"], "run.url", "was not there before; allowed: a folder, file://, s3://", id="ftp"),
     pytest.param(
         ["checkpoint.mirror_url=memory://x"], "checkpoint.mirror_url", "no other sees what is there", id="mirror in memory"
     ),
