@@ -54,6 +54,7 @@ class Speed:
     def _step(self, record: StepRecord) -> None:
         """The first step of an attempt builds programs and faults pages in: it counts only until there is another."""
         first, self._first = self._first, False
+        self._since = min(self._since, record.step)  # a run that went back does steps at this size again
         if first and self._steps:
             return
         if self._cold or not self._steps:

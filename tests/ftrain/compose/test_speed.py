@@ -103,3 +103,14 @@ def test_nothing_is_told_before_the_first_step_nor_of_tokens_that_nobody_counts(
     silent = after(started(0, 1), StepFinished(t=T0, attempt=0, step=1, t_begin=T0, t_end=T0 + 1.0))
     assert silent.status() == {"step_s": 1.0, "tokens_per_s": None}
     assert silent.text() == ""
+
+
+def test_rates_of_a_line_are_told_at_the_pace_of_now_and_only_at_its_own_size() -> None:
+    line = {"layout": "dp1", "step": 21, "seconds": 2.0, "sequences": 8, "tflops": 1.0, "tflops_full": 1.5, "mfu": None,
+            "mfu_full": None}  # fmt: skip
+    found = after(started(0, 1), *steps(20, 5, 1.0))
+    assert found.paced(line)["tflops"] == pytest.approx(2.0)
+    assert found.paced({**line, "step": 19})["tflops"] is None, "of a step before this size"
+    back = after(started(0, 1), *steps(20, 5, 1.0), started(1, 1), *steps(11, 3, 1.0))
+    assert back.paced({**line, "step": 12})["tflops"] == pytest.approx(2.0), "of a step that is done again"
+    assert after(started(0, 2), *steps(20, 5, 1.0)).paced(line)["tflops"] is None
