@@ -49,7 +49,14 @@ class Run(Section, frozen=True, kw_only=True):
     """What is run, and where its checkpoints and ledger live."""
 
     url: Annotated[str, Meta(min_length=1, description="folder or URL (s3://bucket/key) of the run", extra=FREE)]
-    steps: Annotated[int, Meta(ge=1, description="optimizer steps of the whole run", extra=RECORDED)]
+    steps: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="optimizer steps of the whole run; another number reshapes the learning rate's curve (cosine, wsd)",
+            extra=RECORDED,
+        ),
+    ]
     seed: Annotated[int, Meta(ge=0, lt=2**62, description="seed of initial values and data order", extra=REFUSED)] = 0
     local_dir: Annotated[
         str,

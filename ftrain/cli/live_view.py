@@ -65,6 +65,8 @@ class LiveView:
             if isinstance(event, events.CheckpointCommitted):
                 self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_duration(event.seconds)})"
             line = self._step_line(event) or sentence(event)
+            if isinstance(event, events.ConfigChanged):
+                line += curve_note(event, self._config)
             if line:
                 self._print(line)
         if self._live is not None and new:
@@ -124,6 +126,14 @@ class LiveView:
         rows.add_row("checkpoint", f"storage: {self._checkpoint}; memory: step {state.snapshot_step}")
         rows.add_row("decision", f"{decision.action}: {decision.reason}" if decision else "none needed so far")
         return Panel(rows, title=f"run {state.run_id}", expand=False)
+
+
+def curve_note(event: events.ConfigChanged, config: Config) -> str:
+    """What another number of steps changes besides; empty where nothing depends on it. `config`: that of now."""
+    kind = config.schedule.kind
+    if kind == "constant" or all(change["path"] != "run.steps" for change in event.changes):
+        return ""
+    return f"; the learning rate's curve ({kind}) ends at run.steps and changes with it"
 
 
 def sentence(event: Event) -> str:

@@ -118,7 +118,8 @@ def test_all_problems_come_at_once() -> None:
         "--set nonsense": "--set nonsense: not of the form a.b=v; allowed: e.g. --set parallel.ranks=4",
         "run.url": 'run.url: given "" (text); allowed: non-empty text',
         "run.stepz": "run.stepz: unknown key; allowed: url, steps, seed, local_dir; did you mean `steps`?",
-        "run.steps": "run.steps: required, but missing; allowed: whole number >= 1; optimizer steps of the whole run",
+        "run.steps": "run.steps: required, but missing; allowed: whole number >= 1; optimizer steps of the whole run; "
+        "another number reshapes the learning rate's curve (cosine, wsd)",
         "model.layers": 'model.layers: given "4" (text); allowed: whole number >= 1 and <= 8192',
         "model.ffn": "model.ffn: given 0 (whole number); allowed: whole number >= 1",
         "data.sources": "data.sources: given an empty list; allowed: non-empty list of tables",

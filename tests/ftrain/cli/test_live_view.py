@@ -1,0 +1,39 @@
+"""What a running `ftrain run` says of the ledger's events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftrain.cli.live_view import LiveView
+from recovery.events import ConfigChanged
+from tests.ledgers import T0, Story, config
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "said"),
+    [
+        (
+            "cosine",
+            "run.steps",
+            "run.steps: 1000 -> 100; the learning rate's curve (cosine) ends at run.steps and changes with it",
+        ),
+        ("constant", "run.steps", "run.steps: 1000 -> 100"),
+        ("cosine", "data.cap", "data.cap: 1000 -> 100"),
+    ],
+)
+def test_other_steps_are_said_to_change_the_learning_rate(
+    kind: str, path: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = config(f"schedule.kind={kind}")
+    story = Story(now)
+    change = {"path": path, "old": 1000, "new": 100, "kind": "recorded"}
+    story.events.append(ConfigChanged(t=T0, changes=(change,)))
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "config.json").write_bytes(msgspec.json.encode(now))
+    view = LiveView(tmp_path / "local")
+    story.write(tmp_path)
+    view.close()
+    assert f"config changed: {said}\n" in capsys.readouterr().err
