@@ -48,15 +48,19 @@ def probe(config: dict[str, Any]) -> str:
 
 
 def _check_files(config: Config) -> None:
-    missing = [
-        source.path + ending
+    lacks = {
+        source.path: [source.path + ending for ending in (".idx", ".bin") if not Path(source.path + ending).is_file()]
         for source in config.data.sources
         if source.path != STDLIB
-        for ending in (".idx", ".bin")
-        if not Path(source.path + ending).is_file()
+    }
+    problems = [
+        f'data.sources: given "{path}", and {" and ".join(missing)} {"is" if len(missing) == 1 else "are"} not there; allowed: '
+        f'the prefix of a pair of .idx and .bin, or "{STDLIB}"; `ftrain data prepare TEXTS --out {path}` makes a pair'
+        for path, missing in lacks.items()
+        if missing
     ]
-    if missing:
-        raise RefusedError([f"data.sources: {path} is not there; `ftrain data prepare` makes it" for path in missing])
+    if problems:
+        raise RefusedError(problems)
 
 
 def _only(config: Config, sources: tuple[Any, ...]) -> Config:

@@ -117,7 +117,9 @@ TOO_MANY = ("--set", "evaluate.sequences=64")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        pytest.param(NOWHERE, ["data.sources: nope.idx is not there", "ftrain data prepare"], id="missing"),
+        pytest.param(
+            NOWHERE, ['given "nope", and nope.idx and nope.bin are not there; allowed: ', "ftrain data prepare"], id="missing"
+        ),
         pytest.param(
             TOO_MANY,
             ["evaluate.sequences = 64", "heldout_fraction = 0.05", "9 held-out sequences", "evaluate.sequences = 9 or less"],
