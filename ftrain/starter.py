@@ -1,7 +1,8 @@
 """The config that a newcomer starts from: for the machine at hand, the fields that are likely to be touched, and their meaning.
 
 The comments are the schema's own words, so they cannot grow old; fields that stand at their defaults are there as comments, to
-be found without the reference. What is not in the text is in docs/config.md. No torch: GPUs are asked of the driver's own tool.
+be found without the reference. What is not in the text is in that (`python -m ftrain.reference`, also from a wheel). No
+torch: GPUs are asked of the driver's own tool.
 """
 
 from __future__ import annotations
@@ -187,10 +188,10 @@ def text(
     """The whole file."""
     found = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else f"{machine.cores} CPU cores"
     chosen = values(machine, url=url, data=data, tokenizer=tokenizer, corpus=corpus)
-    head = f"""# A run for {found}, written by `ftrain init`. Every field: docs/config.md.
+    head = f"""# A run for {found}, written by `ftrain init`. Every field, with what it means: python -m ftrain.reference
 #
 #   ftrain doctor THIS_FILE           is this machine fit for it?
-#   ftrain run THIS_FILE --dry-run    what it resolves to
+#   ftrain run THIS_FILE --dry-run    what it resolves to: all fields
 #   ftrain run THIS_FILE              start, and go on after anything
 """
     sections = cast(mi.StructType, mi.type_info(Config)).fields

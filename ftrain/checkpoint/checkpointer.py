@@ -9,9 +9,8 @@
     checkpointer.close()
 
 `save` costs the copy of this rank's share into memory that is used again and again, and with `overlap=True` not even that; a
-process of its own does the rest. `load`
-finds the newest checkpoint that is whole, whoever wrote it under whatever layout, and proves that what is live now is what was
-saved.
+process of its own does the rest. `load` finds the newest checkpoint that is whole, whoever wrote it under whatever layout, and
+proves that what is live now is what was saved.
 """
 
 from __future__ import annotations
@@ -47,7 +46,10 @@ LEVEL = 5  # of compression: a higher one takes longer and saves nothing on numb
 
 
 class Checkpointer:
-    """Checkpoints of one run. Made by all ranks together, after the process group; one thread."""
+    """Checkpoints of one run. Made by all ranks together, after the process group; one thread. To be read: `committed`, the
+    newest step that is known to be in storage (rank 0; elsewhere what was loaded), and `passed_over`, (step, why) of newer
+    checkpoints that the last `load` could not use.
+    """
 
     def __init__(
         self,
@@ -96,9 +98,7 @@ class Checkpointer:
         self._beside, self._closed = Beside(overlap, self.wait_copied), False
         self._newest, self._saved_any, self._careful = 0, False, False
         self.committed: int | None = None
-        """The newest step that is known to be in storage (rank 0; elsewhere what was loaded)."""
         self.passed_over: tuple[tuple[int, str], ...] = ()
-        """Newer checkpoints that the last load could not use, and why."""
 
     # -- load ------------------------------------------------------------------------------------------------------------
 

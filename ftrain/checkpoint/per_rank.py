@@ -1,11 +1,8 @@
 """State that each rank has for itself, and what becomes of it when another number of ranks goes on.
 
 A tensor or a number in the state is the same on all ranks, or a shard; a data loader's position and a random generator are
-neither. Saved like the rest, one rank's would silently stand for all. So they are marked, and the mark says the rule:
-
-    ftrain.per_rank(loader)                           only the same number of ranks can load it: others are refused
-    ftrain.per_rank(value, other_world="first")       with another number, every rank gets that of rank 0
-    ftrain.per_rank(samples, other_world="split")     a list: all ranks' lists one after the other, dealt out anew in equal runs
+neither. Saved like the rest, one rank's would silently stand for all. So they are marked, and the mark (`per_rank`) says the
+rule.
 """
 
 from __future__ import annotations
@@ -34,7 +31,14 @@ class PerRank:
 
 
 def per_rank(value: Any, other_world: Rule = "refuse") -> PerRank:
-    """Mark a part of the state as this rank's own; see above for the rules."""
+    """Mark a part of the state as this rank's own. `other_world` says what becomes of it when another number of ranks loads it.
+
+        ftrain.per_rank(loader)                          "refuse": only the same number of ranks can load it
+        ftrain.per_rank(value, other_world="first")      every rank gets that of rank 0
+        ftrain.per_rank(samples, other_world="split")    a list: all ranks' lists one after the other, dealt out in equal runs
+
+    Returns a PerRank; its `value` is what was given, and after a load what was loaded. Raises ValueError for another rule.
+    """
     return PerRank(value, other_world)
 
 
