@@ -126,7 +126,7 @@ def test_supervised_and_with_processes_that_read_it_ends_with_the_same_bits(tmp_
 def test_the_guide_shows_the_script_as_it_is() -> None:
     guide = (EXAMPLES.parent / "docs/guides/adopt.md").read_text()
     shown = guide.partition('```python no-test="an excerpt of examples/epochs.py')[2].partition("\n")[2].partition("```")[0]
-    parts = shown.split("...\n")
+    parts = [part.strip("\n") for part in shown.split("...\n")]
     assert len(parts) == 3
     script = Path(SCRIPT).read_text()
     absent = [part for part in parts if part not in script and textwrap.indent(part, " " * 4) not in script]

@@ -1,5 +1,6 @@
 """Anyone reads it: stock zarr through the reference file, on local files, values and checksums."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,18 @@ def test_a_view_that_came_with_the_commit_can_be_written_anew(folder: Path) -> N
     (folder / VIEW).unlink()
     assert run.open().write_view() == [str(folder / VIEW)]
     assert (folder / VIEW).read_bytes() == before
+
+
+def test_the_view_of_a_copied_run_shows_the_old_packs_until_it_is_written_anew(folder: Path, tmp_path: Path) -> None:
+    original, copy = folder.parent.parent, tmp_path / "elsewhere"
+    shutil.copytree(original, copy)
+    view = copy / folder.relative_to(original) / VIEW
+    assert view.read_bytes() == (folder / VIEW).read_bytes()  # which names the original's place
+    for pack in folder.glob("*.pack"):
+        pack.write_bytes(b"damaged")
+    assert RunStore(open_store(str(copy))).open().write_view() == [str(view)]
+    group = zarr.open_group(f"reference::{view}", mode="r")
+    assert bits(group["master/odd"], "master/odd") == VALUES["master/odd"].tobytes()
 
 
 def test_a_chunk_costs_what_the_bounds_were_chosen_for() -> None:
