@@ -66,7 +66,7 @@ def main() -> None:
             break
     checkpointer.close()
     if dist.get_rank() == 0:
-        print(f"final step {step} loss {loss.item():.8f}", flush=True)
+        print(f"final step {step} weights {sum(p.sum().item() for p in model.parameters()):.8f}", flush=True)
     dist.destroy_process_group()
 
 
