@@ -58,6 +58,7 @@ __all__ = [
     "ReportBuilder",
     "ReportError",
     "mtbf_interval",
+    "of_script",
     "report",
 ]
 
@@ -70,6 +71,11 @@ def report(events: Iterable[Event], until_s: float | None = None) -> Report:
     for event in events:
         builder.add(event)
     return builder.build(until_s)
+
+
+def of_script(event: Event) -> bool:
+    """Whether this is the start of a supervised command, of whose state nothing is known but what it tells."""
+    return isinstance(event, RunStarted) and "command" in (event.config or {})
 
 
 def mtbf_interval(count: int, running_s: float) -> tuple[float, float | None]:
@@ -108,6 +114,7 @@ class ReportBuilder:
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
         self._only_suspected = False
         self._asked = False  # to stop, in this attempt
+        self._script = False
         self._checkpoints = CheckpointRows()
         self._hours: dict[int, list[float]] = {}  # hour -> [tokens, seconds]
 
@@ -126,7 +133,7 @@ class ReportBuilder:
                     layout=event.layout,
                     ranks=event.ranks,
                     source=event.source,
-                    restored_step=event.restored_step,
+                    restored_step=None if self._script else event.restored_step,
                     phase=self._state.training_phase,
                 )
             case RunStarted() | StopRequested() | AttemptEnded() | RunEnded():
@@ -205,6 +212,7 @@ class ReportBuilder:
         row = self._attempts.get(event.attempt)
         match event:
             case RunStarted():
+                self._script = of_script(event)
                 self._asked = self._asked and event.readopted
             case StopRequested():
                 self._asked = True

@@ -23,7 +23,7 @@ from recovery.events import (
     steps_of,
 )
 from recovery.exits import exit_text
-from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError
+from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError, of_script
 from recovery.verdict import OWN_WORDS
 
 WIDTH = 80
@@ -81,11 +81,13 @@ def explain(events: Iterable[Event], attempt: int) -> list[str]:
     """The story of one attempt: what was seen, what it was taken for and on which evidence, what was decided."""
     told: list[str] = []
     steps: list[int] = []
+    script = False
     for event in events:
+        script = script or of_script(event)
         if event.attempt != attempt:
             continue
         steps += [record.step for record in steps_of(event)]
-        story = list(_story(event))
+        story = list(_story(event, script=script))
         if story:
             told += _finished(steps)
             steps = []
@@ -103,11 +105,12 @@ def _finished(steps: Sequence[int]) -> list[str]:
     return [f"  step {steps[0]} finished" if steps[0] == steps[-1] else f"  steps {steps[0]} to {steps[-1]} finished"]
 
 
-def _story(event: Event) -> Iterator[str]:
+def _story(event: Event, *, script: bool) -> Iterator[str]:
     match event:
         case AttemptStarted():
             layout = event.layout or "layout not recorded"
-            yield f"started on {_count(event.ranks, 'rank')} ({layout}), state from {event.source}"
+            state = "" if script else f", state from {event.source}"
+            yield f"started on {_count(event.ranks, 'rank')} ({layout}){state}"
         case Ready(assumed=True):
             yield "all ranks are running: the first step is told; the state they began with is not"
         case Ready():

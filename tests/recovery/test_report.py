@@ -303,6 +303,14 @@ def test_a_story_joins_steps_between_which_nothing_is_told() -> None:
     assert "  step 1 finished" in text
 
 
+def test_nothing_is_said_of_the_state_of_a_script_that_tells_nothing() -> None:
+    started, *rest = crashed_once()
+    script = [msgspec.structs.replace(started, config={"command": ["true"]}), *rest[:1], ev.RunEnded(t=130, outcome="failed")]
+    assert report(script).attempts[0].restored_step is None
+    assert "state from" not in "\n".join(explain(script, 0))
+    assert "state from init" in "\n".join(explain(crashed_once(), 0))
+
+
 def test_an_attempt_that_somebody_stopped_says_so_and_one_that_came_to_its_end_does_not() -> None:
     def ended(outcome: Any) -> str:
         told: list[ev.Event] = [
