@@ -150,7 +150,9 @@ class Desk:
             return
         self.ticks += 1
         self.journal.write()
-        self.journal.extend(self._delegate.tick(time.time()))
+        told = self._delegate.tick(time.time())
+        self._has_stepped(self.attempt, told)  # a script that only logs its steps tells them here
+        self.journal.extend(told)
         self.elastic.tick()
 
     # what people and schedulers ask for
@@ -302,9 +304,14 @@ class Desk:
             self.journal.append(told)
             self.elastic.on_straggler(found.rank, reason)
 
+    def _has_stepped(self, attempt: Attempt | None, told: Sequence[events.Event]) -> None:
+        """From its first finished step on, an attempt may be silent no longer than a step takes."""
+        if attempt is not None and not attempt.warm:
+            attempt.warm = any(event.attempt == attempt.number for event in told for _ in events.steps_of(event))
+
     def _told_by_worker(self, attempt: int, told: Sequence[events.Event]) -> None:
-        if self._is_current(attempt) and not self._current().warm:
-            self._current().warm = any(True for event in told for _ in events.steps_of(event))
+        if self._is_current(attempt):
+            self._has_stepped(self._current(), told)
         self.deadlines.learn(told)
         self.journal.extend(told)
         if self._save_owed is not None and any(isinstance(event, events.Ready) for event in told):

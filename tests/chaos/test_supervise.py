@@ -105,6 +105,32 @@ def test_a_hang_is_found_by_progress_and_a_stop_is_seen_by_the_script(tmp_path: 
     assert [event.outcome for event in run.events(RunEnded)] == ["stopped"]
 
 
+LOGS = """
+import os, time
+for step in range(1, 31):
+    time.sleep(0.01)
+    if step % 10 == 0:
+        print(f"step {step}", flush=True)
+    while step == 25 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1)
+"""
+
+
+def test_a_hang_is_found_in_a_script_that_only_logs_some_of_its_steps_and_the_rest_is_counted(tmp_path: Path) -> None:
+    """Told are 10 and 20, then 10, 20 and 30: 11 and 21 steps at least, and of those 10 to 20 were done twice."""
+    (tmp_path / "train.py").write_text(LOGS)
+    words = ("--nproc", "1", "--hang-s", "1", "--progress-pattern", r"step (\d+)", *python("train.py"))
+    with supervised(tmp_path, *words) as run:
+        run.wait_event(Suspected)
+        code, _, err = run.wait()
+    assert code == 0, err
+    report = ftrain_json("report", run.url)
+    assert (report["steps_finished"], report["steps_lost"], report["at_least"]) == (11 + 21, 11, True)
+    assert [row["steps_lost"] for row in report["interruptions"]] == [11]
+    assert [row["restored_step"] for row in report["attempts"]] == [None, None]
+    assert "scheduler: " not in report["interruptions"][0]["reason"]
+
+
 def test_a_script_that_does_not_see_a_stop_is_terminated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(1000)\n")
     with supervised(tmp_path, *python("train.py")) as run:
