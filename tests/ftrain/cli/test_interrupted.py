@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ from tests.storage.building import SPECS, random_values, save
 def use(words: str) -> Result:
     """One command."""
     return CliRunner().invoke(cli, words.split(), catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C is heard as on a terminal, also if the tests were started in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
