@@ -119,7 +119,7 @@ for step in range(1, 31):
 def test_a_hang_is_found_in_a_script_that_only_logs_some_of_its_steps_and_the_rest_is_counted(tmp_path: Path) -> None:
     """Told are 10 and 20, then 10, 20 and 30: 11 and 21 steps at least, and of those 10 to 20 were done twice."""
     (tmp_path / "train.py").write_text(LOGS)
-    words = ("--nproc", "1", "--hang-s", "1", "--progress-pattern", r"step (\d+)", *python("train.py"))
+    words = ("--nproc", "1", "--hang-s", "4", "--progress-pattern", r"step (\d+)", *python("train.py"))
     with supervised(tmp_path, *words) as run:
         run.wait_event(Suspected)
         code, _, err = run.wait()
