@@ -23,7 +23,7 @@ from recovery.injected import announced
 from recovery.observe import Observation, observe
 from recovery.reading import Reader, read
 from recovery.templates import ClassMeaning, Overrides, Signature, Table, default_table
-from recovery.verdict import OWN_WORDS
+from recovery.verdict import own_words
 
 # Confidence by weight: the outside says so, a program names the cause, an exception, a time-out, fall-out, a bare status.
 _CONFIDENCE = ((90, 0.97), (70, 0.9), (50, 0.8), (35, 0.65), (20, 0.45), (10, 0.3), (0, 0.2))
@@ -173,8 +173,8 @@ def _confidence(best: Observation, matches: Sequence[Observation]) -> float:
 
 def _reason(best: Observation, rank: int | None) -> str:
     text = " ".join(best.line.text.split())
-    own = best.line.where == "scheduler" and text.startswith(OWN_WORDS)
-    text = text.removeprefix(OWN_WORDS) if own else text
+    own = own_words(best.line.where, text)
+    text = own or text
     shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
     named = best.line.where == "exit" or (own and re.search(rf"\brank {rank}\b", text))
     who = "" if rank is None or named else f"rank {rank}: "

@@ -24,7 +24,7 @@ from recovery.events import (
 )
 from recovery.exits import exit_text
 from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError, of_script
-from recovery.verdict import OWN_WORDS
+from recovery.verdict import own_words
 
 WIDTH = 80
 _SPEAKER = re.compile(r"\[rank(\d+)\]: ")
@@ -146,8 +146,8 @@ def evidence_texts(evidence: Iterable[EvidenceLine]) -> list[str]:
 
 def _evidence_text(text: str, said: Sequence[EvidenceLine]) -> str:
     first = said[0]
-    if first.where == "scheduler" and text.startswith(OWN_WORDS):
-        return text.removeprefix(OWN_WORDS)
+    if own := own_words(first.where, text):
+        return own
     ranks = sorted({int(found[1]) for line in said if (found := _SPEAKER.match(line.text))})
     if len(ranks) < 2 or first.where != "log":
         return f"{first.where}:{first.line}: {first.text}"

@@ -14,6 +14,11 @@ OWN_WORDS = "supervisor: "
 be told."""
 
 
+def own_words(where: str, text: str) -> str:
+    """What the supervisor itself has seen, without the prefix; empty where somebody else speaks."""
+    return text.removeprefix(OWN_WORDS) if where == "scheduler" and text.startswith(OWN_WORDS) else ""
+
+
 class EvidenceLine(Struct, frozen=True, kw_only=True):
     """One line a verdict rests on. `line` counts from 0 within its source; for `exit` it is the rank."""
 

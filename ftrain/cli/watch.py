@@ -28,7 +28,7 @@ from ftrain.view.script import attempt_line
 from recovery.codes import ExitCode
 from recovery.durations import format_duration
 from recovery.events import AnyEvent, AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
-from recovery.report import Report, ReportBuilder, ReportError
+from recovery.report import Report, ReportBuilder, ReportError, of_script
 from recovery.state import Phase, RunState, apply
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Screen:
                 self._saved = event
             if isinstance(event, RunStarted):
                 self._steps = event.config.get("run", {}).get("steps")
-                self._config, self._script = readable(event.config), "command" in event.config
+                self._config, self._script = readable(event.config), of_script(event)
             if self._config is not None:
                 self._phasing.see(self._config, event)
             for record in steps_of(event):
