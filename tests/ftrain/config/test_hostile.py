@@ -6,14 +6,7 @@ import pytest
 
 from ftrain.load import ConfigProblems, parse
 from ftrain.nearest import divisors, nearest_divisor
-
-BASE = """
-run = {url = "x", steps = 10}
-model = {layers = 4, hidden = 64, heads = 8, ffn = 96, vocab = 257}
-data = {sources = [{path = "stdlib"}], seq_len = 24}
-batch = {global_batch = 12}
-optimizer = {lr = 1}
-"""
+from tests.ftrain.config.test_combinations import BASE
 
 REFUSED = [
     ('slurm.time="tomorrow"', 'slurm.time: given "tomorrow" (text); allowed: text such as "60" or "2-00:00:00"'),
