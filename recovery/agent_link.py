@@ -71,6 +71,11 @@ class AgentLink:
         """Whether an agent is not heard of, so that nothing can be said of its workers: never here."""
         return False
 
+    @property
+    def parting(self) -> bool:
+        """Whether it may be dying and nobody knows yet: never here, a pidfd tells at once."""
+        return False
+
     def ready(self, needed: int, left_out: Sequence[str] = ()) -> bool:
         """Whether it lives and has said hello. This machine is one node, and cannot be left out."""
         return self.alive and self.hello is not None and self._line.connected

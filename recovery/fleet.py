@@ -108,6 +108,11 @@ class Fleet:
         return any(not member.line.connected for member in self._crew())
 
     @property
+    def parting(self) -> bool:
+        """Whether some node of the attempt hung up on us: it calls again in a moment, or is lost."""
+        return any(member.ended_at is not None for member in self._crew())
+
+    @property
     def hellos(self) -> tuple[AgentHello, ...]:
         """The newest hello of each agent."""
         return tuple(member.line.hello for member in self._members.values() if member.line.hello is not None)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from toy import Fault
-from toy_fleet import toy_fleet
+from toy_fleet import LEASE_S, toy_fleet
 from toy_run import descendants, gone, wait_until
 
 from recovery.client import ask
@@ -94,6 +94,23 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(tmp_path):
         wait_for_steps(run)
         assert run.agents()["n2"]["ranks"] == []
         assert len(run.attempts()) == 2
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
+
+
+def test_a_node_whose_ranks_die_before_its_agent_is_a_lost_node(tmp_path):
+    spec = {"settle_s": 1.0, "quiet_s": 1.0, "fleet": {"rejoin_s": LEASE_S}}  # it hangs up in time, and is lost when all is asked
+    with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec=spec) as run:
+        run.start()
+        wait_for_attempt(run, 0)
+        run.join("n3")
+        wait_until(lambda: "n3" in run.agents(), "the spare")
+        os.kill(run.worker_pids()[1], signal.SIGKILL)
+        wait_until(lambda: any(event.kind == "worker" for event in run.events(ProcessDied)), "the death of the rank")
+        run.kill_node("n2")
+        assert wait_for_attempt(run, 1).nodes == ("n1", "n3")
+        verdict = run.events(InterruptionClassified)[0].verdict
+        assert (verdict.class_, run.events(Decided)[0].action) == ("node_failure", "restart_exclude_node")
         ask(tmp_path, "stop")
         assert run.wait() == ExitCode.STOPPED
 

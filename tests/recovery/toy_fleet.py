@@ -95,9 +95,10 @@ class ToyFleet(ToyRun):
                 self.nodes[name] = subprocess.Popen(python("recovery.agent", str(path)), stdout=out, stderr=out, env=toy_env())
 
     def kill_node(self, name: str) -> set[int]:
-        """Everything on a node at once; the pids that were there."""
-        victims = descendants(self.nodes[name].pid)
-        for pid in victims:
+        """As if its power was cut: the agent first, so that it tells nobody of the others; the pids that were there."""
+        agent = self.nodes[name].pid
+        victims = descendants(agent)
+        for pid in (agent, *(victims - {agent})):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.nodes[name].wait()
