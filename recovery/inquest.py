@@ -95,7 +95,7 @@ class Inquest:
         more = decision is not None and "more_evidence" in decision.differently and decision.attempt == attempt.number - 1
         request = CollectEvidence(id=self._evidence_id, dump_stacks=more or bool(trouble.stalled))
         answer = self._handling.ask(request, (EvidenceCollected,), self._spec.evidence_s)
-        self._handling.until(lambda: not self._desk.agent.parting)  # of a node that goes down, the ranks may die before the agent
+        self._handling.until(lambda: not self._desk.agent.parting)  # the ranks of a dying node may die before it
         self._handling.stop_workers("another rank failed" if not trouble.stalled else "no progress")
         gathered = answer.evidence if isinstance(answer, EvidenceCollected) else Evidence(notes=(NO_AGENT,))
         if trouble.stalled:

@@ -27,8 +27,9 @@ def tiny(name: str, folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.dist
 def test_checkpoint_stall(tmp_path: Path) -> None:
     result = tiny("checkpoint_stall", tmp_path)
-    assert {"blocked_over_memcpy", "dcp_over_ours", "dcp_best"} < result.keys()
+    assert {"blocked_over_memcpy", "blocked_over_memcpy_one_call", "dcp_over_ours", "dcp_best"} < result.keys()
     assert result["blocked_over_memcpy"] > 0
+    assert result["blocked_over_memcpy_one_call"] > 0
     assert result["dcp_over_ours"] > 0
     assert result["blocking"]["dcp_defaults_over_ours"] >= result["blocking"]["dcp_over_ours"] > 0
     assert result["verified_bytes"] > 14 * result["parameters"]  # with the checksums
@@ -40,6 +41,7 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
         assert inflation["low_over_memcpy"] <= inflation["over_memcpy"] <= inflation["high_over_memcpy"]
     assert set(result["cases"]) == beside | {
         "memcpy",
+        "memcpy_one_call",
         "ours",
         "step",
         "dcp_thread",

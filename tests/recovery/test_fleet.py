@@ -99,7 +99,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(tmp_path):
 
 
 def test_a_node_whose_ranks_die_before_its_agent_is_a_lost_node(tmp_path):
-    spec = {"settle_s": 1.0, "quiet_s": 1.0, "fleet": {"rejoin_s": LEASE_S}}  # it hangs up in time, and is lost when all is asked
+    spec = {"settle_s": 1.0, "quiet_s": 1.0, "fleet": {"rejoin_s": LEASE_S}}  # it hangs up early, and is lost late
     with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec=spec) as run:
         run.start()
         wait_for_attempt(run, 0)
