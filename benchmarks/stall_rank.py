@@ -188,7 +188,7 @@ def nothing() -> None:
 
 
 class Memcpy:
-    """Buffers copied to others of the same sizes, one after the other, all private and warm: what the C library does at best."""
+    """Private warm buffers copied to others of the same sizes, one after the other: what the C library does at best."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._pairs = [(np.zeros(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)) for size in sizes]
