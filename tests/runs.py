@@ -142,11 +142,23 @@ class TinyRun:
             kind = next((kind for kind, mark in MARKS.items() if mark in words), None)
             if kind and str(self.local) in " ".join(words):
                 found[kind].append(process)
-        forks = [child for agent in found["agent"] for child in _children(agent) if "recovery.zygote" in child.cmdline()]
+        forks = [child for agent in found["agent"] for child in _children(agent) if "recovery.zygote" in _words(child)]
         workers = self.worker_pids()
         found["worker"] = [process for process in forks if process.pid in workers]
         found["zygote"] = [process for process in forks if process.pid not in workers]
         return found
+
+    def halted(self) -> psutil.Process:
+        """The rank that has stopped itself at the step of `halt`; `resume()` lets it go on, and with it all the others."""
+        deadline = time.monotonic() + 120
+        while True:
+            for worker in self.processes()["worker"]:
+                with suppress(psutil.NoSuchProcess):
+                    if worker.status() == psutil.STATUS_STOPPED:
+                        return worker
+            assert self.parent is None or self.parent.poll() is None, f"the run ended before: {finish(self.parent)}"
+            assert time.monotonic() < deadline, "no rank has stopped itself"
+            time.sleep(0.02)
 
     def worker_pids(self) -> set[int]:
         """What the live coordinator says; empty if there is none."""
@@ -166,9 +178,22 @@ MARKS = {
 }
 
 
+def halt(step: int) -> str:
+    """A fault: rank 1 stands still after this step, so that who has something to do in the middle of a run is never late."""
+    return f'[[faults]]\nkind = "stop"\nat = "step"\nstep = {step}\nrank = 1\n'
+
+
 def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
         return list(process.children())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Its command line; none of one that has ended meanwhile."""
+    try:
+        return list(process.cmdline())
     except psutil.NoSuchProcess:
         return []
 
@@ -193,7 +218,8 @@ def kill_tree(run: TinyRun, parent: subprocess.Popen[str]) -> None:
     """kill -9 of everything at once, as a power cut would."""
     victims = [parent.pid, *(p.pid for group in run.processes().values() for p in group)]
     for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # with the agent its children die, and may be gone before it is their turn
+            os.kill(pid, signal.SIGKILL)
     parent.communicate()
 
 

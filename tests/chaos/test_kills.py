@@ -12,7 +12,7 @@ from ftrain.compose.proof import stored_digests
 from recovery.events import CheckpointCommitted, Event, InterruptionClassified, ProcessDied, Ready, steps_of
 from storage.objects import open_store
 from storage.run import RunStore
-from tests.runs import TinyRun, finish, kill_tree, no_process_left
+from tests.runs import TinyRun, finish, halt, kill_tree, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -119,10 +119,11 @@ def test_keeper_and_coordinator_die_and_the_workers_step_on(
 def test_helpers_killed_between_steps_take_nobody_along(
     kind: str, tmp_path: Path, corpus: str, unbroken: dict[str, str]
 ) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus)
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=halt(5))
     parent = run.start()
-    run.wait_for_step(5)
+    halted = run.halted()
     os.kill(run.processes()[kind][0].pid, signal.SIGKILL)
+    halted.resume()
     with no_process_left(run):
         code, output = finish(parent)
     assert code == 0, output
@@ -137,7 +138,7 @@ def test_helpers_killed_between_steps_take_nobody_along(
 def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(
     tmp_path: Path, corpus: str, unbroken: dict[str, str]
 ) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus)
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=halt(STORE_STEPS + 2))
     parent = run.start()
     run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
     os.kill(run.processes()["agent"][0].pid, signal.SIGKILL)
@@ -154,7 +155,7 @@ def test_a_killed_agent_costs_at_most_the_steps_since_the_last_commit(
 def test_row_48_the_whole_tree_is_killed_and_the_same_command_goes_on(
     tmp_path: Path, corpus: str, unbroken: dict[str, str]
 ) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus)
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=halt(STORE_STEPS + 2))
     parent = run.start()
     run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
     kill_tree(run, parent)
