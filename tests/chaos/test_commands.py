@@ -24,8 +24,9 @@ from recovery.events import (
     StopRequested,
     steps_of,
 )
+from tests.chaos.table import SLOWLY
 from tests.commands import copy_of, ftrain, ftrain_json
-from tests.runs import TinyRun, finish, no_process_left
+from tests.runs import TinyRun, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -38,6 +39,10 @@ def committed(events: Sequence[Event]) -> list[int]:
 
 def last_step(events: Sequence[Event]) -> int:
     return max(record.step for event in events for record in steps_of(event))
+
+
+def asked_to_stop(events: Sequence[Event]) -> bool:
+    return any(isinstance(event, StopRequested) for event in events)
 
 
 def test_status_save_stop_and_a_second_run(corpus: str, tmp_path: Path) -> None:
@@ -101,9 +106,9 @@ def test_a_save_asked_for_while_a_worker_is_dead_is_made_by_its_successors(corpu
 def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
     how: str, corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus)
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=SLOWLY + halt(4))
     parent = run.start()
-    run.wait_for_step(4)
+    halted = run.halted()
     if how == "SIGTERM to all":  # what systemd, scancel and a killed process group do
         for process in [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]:
             process.send_signal(signal.SIGTERM)
@@ -111,6 +116,8 @@ def test_a_stopped_run_saves_and_goes_on_to_the_same_end(
         parent.send_signal(signal.Signals[how])
     else:
         ask(run.local, "stop")
+    run.wait_for(asked_to_stop)
+    halted.resume()
     with no_process_left(run):
         code, output = finish(parent)
     assert code == 75, output

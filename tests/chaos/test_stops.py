@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
-from recovery.events import InterruptionClassified, SignalSent, StopRequested
+from recovery.events import Event, InterruptionClassified, SignalSent, StopRequested
+from tests.chaos.table import SLOWLY
 from tests.chaos.test_kills import fault
 from tests.commands import ftrain, ftrain_json
 from tests.hooks import hook
-from tests.runs import TinyRun, finish, no_process_left
+from tests.runs import TinyRun, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -37,13 +39,19 @@ def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, 
     assert (again["class"], again["first_failing_rank"]) == ("software_error", 1)
 
 
+def asked_to_stop(events: Sequence[Event]) -> bool:
+    return any(isinstance(event, StopRequested) for event in events)
+
+
 def test_a_spot_notice_is_followed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
     notice = tmp_path / "notice"
-    run = TinyRun(folder=tmp_path, corpus=corpus)
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=SLOWLY + halt(4))
     options = ("--set", f'recovery.notice="{notice}"', "--set", "recovery.notice_poll_s=0.1")
     parent = run.start(*options)
-    run.wait_for_step(4)
+    halted = run.halted()
     notice.write_text('{"action": "terminate", "time": "2017-09-18T08:22:00Z"}')
+    run.wait_for(asked_to_stop)
+    halted.resume()
     with no_process_left(run):
         code, output = finish(parent)
     assert code == ExitCode.STOPPED, output
@@ -56,12 +64,14 @@ def test_a_spot_notice_is_followed_and_the_same_command_goes_on(tmp_path: Path, 
 
 
 def test_the_warning_of_a_scheduler_saves_and_its_sigterm_does_not_hurry(tmp_path: Path, corpus: str) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus, env={"SLURM_JOB_ID": "7", "PATH": str(tmp_path)})
+    slurm = {"SLURM_JOB_ID": "7", "PATH": str(tmp_path)}
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=SLOWLY + halt(4), env=slurm)
     parent = run.start()
-    run.wait_for_step(4)
+    halted = run.halted()
     parent.send_signal(signal.SIGUSR1)
-    run.wait_for(lambda told: any(isinstance(event, StopRequested) for event in told))
+    run.wait_for(asked_to_stop)
     parent.send_signal(signal.SIGTERM)
+    halted.resume()
     with no_process_left(run):
         code, output = finish(parent)
     assert code == ExitCode.STOPPED, output
