@@ -149,13 +149,13 @@ def test_dead_agent_takes_its_node_along_and_the_run_starts_over(tmp_path):
 
 
 def test_an_agent_that_does_not_answer_is_replaced(tmp_path):
-    limits = {"backoff_s": 3.0, "max_restarts": 9, "unknown_restarts": 9, "same_failure": 9}
-    faults = (Fault(how="kill", step=1, attempt=0), Fault(how="kill", step=1, attempt=1))
-    with toy_run(tmp_path, steps=5, faults=faults, limits=limits, spec={"prepare_s": 3.0}) as run:
+    with toy_run(tmp_path, steps=5, faults=(Fault(how="kill", step=1),), spec={"prepare_s": 5.0}) as run:
+        (tmp_path / "hold").touch()
         run.start()
-        wait_until(lambda: any(event.wait_s > 0 for event in run.events(Decided)), "a wait before the third attempt")
+        run.wait_event(Decided)
         agent = run.agent_pid()
         os.kill(agent, signal.SIGSTOP)
+        (tmp_path / "hold").unlink()
         assert run.wait() == ExitCode.DONE
         assert gone(agent)
         assert next((died.pid, died.ours) for died in run.events(ProcessDied) if died.kind == "agent") == (agent, True)
@@ -193,7 +193,7 @@ def test_dead_coordinator_is_respawned_and_readopts_the_same_workers(tmp_path):
 
 
 def test_storage_that_is_away_for_longer_than_the_lease_does_not_cost_the_workers_of_a_dead_coordinator(tmp_path):
-    with toy_run(tmp_path, steps=ENDLESS, spec={"lease_s": 3.0}, begin_s=8.0) as run:
+    with toy_run(tmp_path, steps=ENDLESS, spec={"lease_s": 6.0}, begin_s=9.0) as run:
         parent = run.start("parent")
         workers, agent = run.worker_pids(), run.agent_pid()
         wait_for_steps(run)
@@ -251,16 +251,19 @@ def test_a_stop_does_not_wait_for_storage_longer_than_a_stop_may_take(tmp_path):
 
 
 def test_worker_that_dies_without_coordinator_is_told_to_the_next_one(tmp_path):
-    with toy_run(tmp_path, steps=60, faults=(Fault(how="exit", rank=1, step=10),)) as run:
+    with toy_run(tmp_path, steps=ENDLESS) as run:
         first = run.start()
-        wait_until(lambda: last_step(run) >= 3, "steps")
+        victim = run.worker_pids()[1]
         first.kill()
         first.wait()
-        agent = run.agent_pid()
-        wait_until(lambda: len(descendants(agent)) == 3, "rank 1 dead: agent, zygote and rank 0 are left")
+        os.kill(victim, signal.SIGALRM)  # a death that nobody else brings about
+        wait_until(lambda: not Path(f"/proc/{victim}").exists(), "its end, noticed by the agent")
         run.start()
-        assert run.wait() == ExitCode.DONE
-        assert workers_died(run, 0)[1] == 7
+        run.wait_event(AttemptStarted, lambda event: event.attempt == 1)
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
+        died = next(event for event in run.events(ProcessDied) if event.kind == "worker")
+        assert (died.rank, died.attempt, died.status, died.ours) == (1, 0, -signal.SIGALRM, False)
         assert [event.attempt for event in run.events(AttemptStarted)] == [0, 1]
 
 
@@ -304,9 +307,9 @@ def test_sigterm_stops_at_a_step_boundary_with_its_own_code(tmp_path):
 
 
 def test_workers_that_ignore_the_stop_are_killed_after_stop_s(tmp_path):
-    with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="hang", rank=1, step=2),), spec={"stop_s": 0.3}) as run:
+    with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="hang", rank=1, step=2),), spec={"stop_s": 3.0}) as run:
         run.start()
-        wait_until(lambda: last_step(run) >= 3, "steps")
+        wait_until(lambda: run.status()["workers"].get("1", {}).get("step") == 2, "the hang of rank 1")
         ask(tmp_path, "stop")
         assert run.wait() == ExitCode.STOPPED
         assert workers_died(run, 0) == {0: 0, 1: -9}
@@ -346,7 +349,7 @@ def test_second_coordinator_is_refused_with_the_owners_name(tmp_path):
 
 
 def test_hang_is_suspected_with_stacks_and_ends_in_a_restart(tmp_path):
-    with toy_run(tmp_path, steps=20, faults=(Fault(how="hang", rank=1, step=3),), spec={"hang_s": 0.5}) as run:
+    with toy_run(tmp_path, steps=20, faults=(Fault(how="hang", rank=1, step=3),), spec={"hang_s": 4.0}) as run:
         run.start()
         assert run.wait() == ExitCode.DONE
         suspected = run.events(Suspected)[0]
@@ -410,8 +413,8 @@ def test_what_a_worker_started_dies_with_it(tmp_path):
     with toy_run(tmp_path, steps=ENDLESS, faults=(Fault(how="leave child", step=3),)) as run:
         run.start()
         run.wait_event(Ready, lambda event: event.attempt == 1)
+        wait_until(lambda: len(descendants(run.agent_pid())) == 4, "agent, zygote, two workers, and nothing else")
         members = run.members()
-        assert len(members) == 4  # agent, zygote, two workers
         assert "killing left-over process" in (tmp_path / "logs" / "agent.log").read_text()
         ask(tmp_path, "stop")
         assert run.wait() == ExitCode.STOPPED
@@ -432,17 +435,18 @@ def restarts_leave_nothing(tmp_path: Path, restarts: int) -> None:
         run.helper_pid("keeper")
         wait_for_steps(run)
         agent, zygote = run.agent_pid(), run.helper_pid("zygote")
-        before = {}
+        counts: list[dict[int, int]] = []
         for number in range(restarts):
             pids = run.worker_pids()
             wait_for_steps(run, more=2)
-            if number == 1:
-                before = {pid: num_fds(pid) for pid in (coordinator.pid, agent, zygote)}
+            if number in (1, 2, 3):
+                counts.append({pid: num_fds(pid) for pid in (coordinator.pid, agent, zygote)})
             os.kill(pids[number % 2], signal.SIGKILL)
             run.wait_event(AttemptStarted, lambda event, number=number: event.attempt == number + 1)
         run.worker_pids()
         wait_for_steps(run, more=2)
-        assert {pid: num_fds(pid) for pid in before} == before
+        least = {pid: min(count[pid] for count in counts) for pid in counts[0]}  # one may just be giving some back
+        wait_until(lambda: all(num_fds(pid) <= least[pid] for pid in least), f"no more descriptors than {least}")
         members = run.members()
         assert len(descendants(agent)) == 5
         assert run.agent_pid() == agent
@@ -486,7 +490,7 @@ def random_kills(tmp_path: Path, seed: int, kills: int) -> None:
             agent = run.agent_pid()
             members = descendants(parent.pid) - {parent.pid} | descendants(agent)
             everybody |= members
-            for victim in random.sample(sorted(members), random.choice([1, 1, 2])):
+            for victim in random.sample(sorted(members), min(random.choice([1, 1, 2]), len(members))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
         attempts = len(run.events(AttemptStarted))

@@ -227,6 +227,9 @@ class ToyDelegate(Delegate):
             memo=b"memo of %d" % attempt,
         )
 
+    def ready(self, previous: AttemptEndInfo | None) -> bool:
+        return previous is None or not (self.folder / "hold").exists()
+
     def can_do_with_less(self) -> bool:
         less = self.toy.less_bytes
         self.toy = msgspec.structs.replace(self.toy, memfd_bytes=less or self.toy.memfd_bytes, less_bytes=0)
