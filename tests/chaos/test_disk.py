@@ -11,7 +11,7 @@ from ftrain.compose.proof import stored_digests
 from recovery.events import CheckpointCommitted, CheckpointFailed, steps_of
 from tests.commands import ftrain, ftrain_json
 from tests.conftest import remount_read_only
-from tests.runs import TinyRun, finish, no_process_left
+from tests.runs import TinyRun, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -37,12 +37,15 @@ def check_whole(run: TinyRun) -> None:
 
 def test_a_full_disk_fails_that_save_and_training_goes_on(small_disk, corpus: str, tmp_path: Path, unbroken) -> None:
     disk = small_disk(8)
-    run = TinyRun(folder=tmp_path / "config", corpus=corpus, url=str(disk / "run"), local_dir=str(tmp_path / "local"))
+    run = TinyRun(
+        folder=tmp_path / "config", corpus=corpus, url=str(disk / "run"), local_dir=str(tmp_path / "local"), extra=halt(19)
+    )
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(6_900_000))
     parent = run.start(*KEEP_ALL)
     run.wait_for(lambda events: any(isinstance(event, CheckpointFailed) for event in events))
     ballast.unlink()
+    run.halted().resume()
     with no_process_left(run):
         code, output = finish(parent)
     assert code == 0, output

@@ -11,9 +11,11 @@ import pytest
 from seaweed import BUCKET, SeaweedServer
 
 from ftrain.compose.proof import stored_digests
-from recovery.events import CheckpointCommitted, CheckpointPassedOver, InterruptionClassified, Ready
+from recovery.events import CheckpointCommitted, CheckpointPassedOver, InterruptionClassified, Ready, StopRequested
+from tests.chaos.table import SLOWLY
+from tests.chaos.test_kills import fault
 from tests.commands import ftrain
-from tests.runs import TinyRun, finish, kill_tree, no_process_left
+from tests.runs import TinyRun, finish, halt, kill_tree, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.s3]
 
@@ -27,16 +29,15 @@ def run(s3: SeaweedServer, corpus: str, tmp_path: Path, monkeypatch: pytest.Monk
     return TinyRun(folder=tmp_path / "run", corpus=corpus, url=url, local_dir=str(tmp_path / "local"))
 
 
-def with_faults(run: TinyRun, *faults: tuple[str, int]) -> TinyRun:
-    for at, step in faults:
-        run.extra += f'[[faults]]\nkind = "kill"\nat = "{at}"\nstep = {step}\nrank = 1\n'
+def with_faults(run: TinyRun, *faults: str) -> TinyRun:
+    run.extra += "".join(faults)
     run.__post_init__()
     return run
 
 
 def test_worker_keeper_and_coordinator_are_killed(run: TinyRun, unbroken: dict[str, str]) -> None:
     """One after the other: the keeper in its first upload, the coordinator before a commit, a worker in its copy."""
-    with_faults(run, ("upload", 9), ("before_commit", 18), ("copy", 24))
+    with_faults(run, fault("upload", 9), fault("before_commit", 18), fault("copy", 24))
     with no_process_left(run):
         code, output = run.run()
     assert code == 0, output
@@ -51,7 +52,7 @@ def test_worker_keeper_and_coordinator_are_killed(run: TinyRun, unbroken: dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["before_manifest", "after_manifest", "after_commit"])
 def test_the_coordinator_is_killed_around_a_commit(point: str, run: TinyRun, unbroken: dict[str, str]) -> None:
-    with_faults(run, (point, 9))
+    with_faults(run, fault(point, 9))
     with no_process_left(run):
         code, output = run.run()
     assert code == 0, output
@@ -60,7 +61,7 @@ def test_the_coordinator_is_killed_around_a_commit(point: str, run: TinyRun, unb
 
 def test_the_whole_tree_is_killed_and_another_folder_goes_on(run: TinyRun, unbroken: dict[str, str], tmp_path: Path) -> None:
     """As on another machine: nothing but the bucket is left."""
-    parent = run.start()
+    parent = with_faults(run, halt(11)).start()
     run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
     kill_tree(run, parent)
     run.local_dir = str(tmp_path / "elsewhere")
@@ -97,9 +98,11 @@ def test_a_flipped_byte_in_the_bucket_is_named_and_passed_over(
 
 
 def test_a_stop_is_saved_in_the_bucket(run: TinyRun, unbroken: dict[str, str]) -> None:
-    parent = run.start()
-    run.wait_for_step(4)
+    parent = with_faults(run, SLOWLY, halt(4)).start()
+    halted = run.halted()
     os.kill(parent.pid, signal.SIGTERM)
+    run.wait_for(lambda events: any(isinstance(event, StopRequested) for event in events))
+    halted.resume()
     code, output = finish(parent)
     assert code == 75, output
     code, output = run.run()

@@ -16,7 +16,7 @@ from storage.objects import open_store
 from storage.run import RunStore
 from storage.testing import flip_bit
 from tests.commands import ftrain
-from tests.runs import TinyRun, kill_tree
+from tests.runs import TinyRun, halt, kill_tree
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -29,6 +29,10 @@ def run(tmp_path: Path, corpus: str) -> TinyRun:
     )
     made.config.write_text(text)
     return made
+
+
+def add_fault(run: TinyRun, fault: str) -> None:
+    run.config.write_text(run.config.read_text() + "\n" + fault)
 
 
 def tier(run: TinyRun) -> RunStore:
@@ -57,6 +61,7 @@ def test_each_tier_gets_what_its_interval_says(run: TinyRun, unbroken: dict[str,
 
 @pytest.mark.parametrize("damage", ["none", "flipped", "lost"])
 def test_after_a_power_cut_the_newest_that_verifies_is_taken(run: TinyRun, unbroken: dict[str, str], damage: str) -> None:
+    add_fault(run, halt(14))
     parent = run.start()
     run.wait_for(lambda events: any(isinstance(event, TierCommitted) and event.step >= 12 for event in events))
     assert ask(run.local, "status")["run"]["local_step"] >= 12
