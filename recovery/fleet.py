@@ -232,6 +232,8 @@ class Fleet:
         """Renew the leases, and see who is silent."""
         now = time.monotonic()
         for member in list(self._members.values()):
+            if member.line.connected and now - member.heard > self._lease_s * SILENT_SHARE:
+                member.line.look()  # it may be us who stood still
             if member.line.connected:
                 if now - member.heard > self._lease_s * SILENT_SHARE:
                     log.warning("node %s is silent for %.1f s", member.node, now - member.heard)

@@ -91,6 +91,11 @@ class Line:
             self.acknowledge()
             self._port.send(message)
 
+    def look(self) -> None:
+        """Hear what has already arrived."""
+        if self._port is not None:
+            self._port.poll()
+
     def last_words(self) -> None:
         """The process is known to be dead: hear what has already arrived, then hang up."""
         port, self._port = self._port, None

@@ -6,10 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from recovery.fleet import Fleet
-from recovery.loop import Loop
-from recovery.messages import AgentHello, SetControl, StartAttempt, Welcome, WorkerSpec
+from recovery.loop import Loop, Port
+from recovery.messages import (
+    AgentHello,
+    Exited,
+    Numbered,
+    SetControl,
+    StartAttempt,
+    ToAgent,
+    ToCoordinator,
+    Welcome,
+    WorkerSpec,
+)
 from recovery.spec import FleetSpec
+from recovery.wire import channel, socket_pair
 
 
 class Line:
@@ -66,4 +79,25 @@ def test_who_calls_again_is_told_what_is_asked_of_the_workers_and_the_delegate_h
     assert first.said == [Welcome(epoch=0), SetControl(stop=False, save=1)]
     assert again.said == [Welcome(epoch=0), SetControl(stop=False, save=2)]
     assert (joined, returned) == (["n1"], ["n1"])
+    loop.close()
+
+
+def test_who_has_spoken_while_the_coordinator_stood_still_is_not_silent(tmp_path: Path) -> None:
+    """A coordinator that was stopped, or kept waiting for a processor, finds all of them unheard of, and their words unread."""
+    loop, told = Loop(), list[Any]()
+    fleet = Fleet(loop, FleetSpec(control=tmp_path, host="127.0.0.1"), 60.0, lambda *it: told.append(it), lambda *died: None)
+    fleet.begin(0)
+    ours, theirs = socket_pair()
+    agent = channel(theirs, ToAgent)
+    hello = AgentHello(node="n1", pid=7, boot_id="b", epoch=0)
+    fleet.offered(Port(loop, channel(ours, ToCoordinator), lambda frame: None, lambda: None), hello)
+    died = Exited(kind="worker", rank=0, attempt=1, pid=9, status=-9, t=0.0)
+    agent.send(Numbered(seq=1, message=died))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recovery.fleet.SILENT_SHARE", 0.0)
+        fleet.ping()
+    assert told == [(died, "n1")]
+    assert fleet.available() == ("n1",)
+    agent.close()
+    fleet.close()
     loop.close()
