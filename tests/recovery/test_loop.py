@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,10 +49,20 @@ def pair(loop: Loop) -> Iterator[tuple[Port, Counted, Channel[Any]]]:
     other.close()
 
 
+@contextlib.contextmanager
+def one_moment() -> Iterator[None]:
+    """What is done within is done at the same time, by the clock of the loop, however busy the machine is."""
+    now = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recovery.loop.time.monotonic", lambda: now)
+        yield
+
+
 def test_what_recurs_waits_for_company_and_is_called_alone_if_none_comes(loop: Loop) -> None:
     called = list[str]()
-    loop.every(0.2, lambda: called.append("recurring"))
-    loop.after(0.25, lambda: called.append("timer"))
+    with one_moment():
+        loop.every(0.2, lambda: called.append("recurring"))
+        loop.after(0.25, lambda: called.append("timer"))
     loop.run_once()
     assert sorted(called) == ["recurring", "timer"]  # in one round
     loop.run_once()
@@ -59,8 +71,9 @@ def test_what_recurs_waits_for_company_and_is_called_alone_if_none_comes(loop: L
 
 def test_what_is_due_equally_often_is_called_in_one_round(loop: Loop) -> None:
     called = list[int]()
-    for number in range(3):
-        loop.every(0.1, lambda number=number: called.append(number))  # type: ignore[misc]
+    with one_moment():
+        for number in range(3):
+            loop.every(0.1, lambda number=number: called.append(number))  # type: ignore[misc]
     loop.run_once()
     assert called == [0, 1, 2]
 
