@@ -220,8 +220,8 @@ class Course:
                 self.step = max(self.step, record.step)
 
     def watch(self, since: float) -> None:
-        """From now on `goes_on` is about what comes after `since` (wall clock)."""
-        self._since, self._newer = since, 0
+        """From now on `goes_on` is about what comes after `since` (wall clock), and after what it was about before."""
+        self._since, self._newer = max(self._since, since), 0
 
     @property
     def goes_on(self) -> bool:
@@ -286,6 +286,7 @@ class Fire:
         self._course, self._left, self._say = course, list(strikes), say
         self._began: float | None = None
         self._outage_ends = 0.0  # on the monotonic clock; 0: there is none
+        self._fired = 0
 
     def tick(self) -> bool:
         """Strike if it is time; whether nothing is left to do and the run has recovered from the last."""
@@ -294,6 +295,7 @@ class Fire:
             return False
         if self._began is None and course.step:
             self._began = time.monotonic()
+        self._watch_fired()
         recovered = course.goes_on
         if not self._left:
             return recovered
@@ -301,6 +303,15 @@ class Fire:
         if course.committed and recovered and (due or self._is_late()):
             self._strike(self._left[0])
         return False
+
+    def _watch_fired(self) -> None:
+        """What a worker has done to itself is a strike like any other: a hang that nobody has found yet would be ended, and so
+        hidden, by the next one.
+        """
+        made = fired(self._course)
+        if len(made) > self._fired:
+            self._fired = len(made)
+            self._course.watch(max(strike.t for strike in made))
 
     def _is_out(self) -> bool:
         """Whether storage cannot be written to; the outage is ended when it is time."""

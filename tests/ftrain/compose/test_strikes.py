@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ftrain.cli.drill import show
-from ftrain.compose.drill import COURSES, EXIT, Course, Orders, Outcome, drill, variant
+from ftrain.compose.drill import COURSES, EXIT, Course, Fire, Orders, Outcome, drill, variant
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.proof import first_seam, same_training, seam_proofs
 from ftrain.compose.strikes import (
@@ -26,6 +29,7 @@ from ftrain.compose.strikes import (
     plan,
     provable,
 )
+from ftrain.config import Fault
 from ftrain.load import load
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, Ready, StepFinished
 from recovery.ledger import Ledger
@@ -71,6 +75,37 @@ def test_a_run_goes_on_after_a_strike_when_two_new_steps_have_ended_after_it(tmp
     assert not goes_on((6, 106.0))  # it was under way
     assert not goes_on((5, 107.0), (6, 108.0))  # done again
     assert goes_on((7, 109.0))
+    ledger.close()
+
+
+def test_nothing_is_struck_while_what_a_worker_did_to_itself_is_not_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop is only found when the workers have stood still for a while: a strike in between would end it, unseen."""
+    loops = (Fault(kind="loop", step=2, rank=1),)
+    course = Course(variant(load(str(CONFIG)), tmp_path / "broken", loops), tmp_path)
+    monkeypatch.setattr(course, "status", lambda: {"phase": "running", "agent_pid": 0, "workers": {}})
+    course.committed = [1]
+    ledger = Ledger(course.local / "ledger", epoch=0)
+    fire = Fire(course, [Strike(after_s=0.0, kind="sigterm", rank=0)], lambda line: None)
+
+    def struck_after(*steps: tuple[int, float]) -> list[str]:
+        for step, t in steps:
+            ledger.append(StepFinished(t=t, attempt=0, step=step, t_begin=t - 1.0, t_end=t))
+        course.look()
+        fire.tick()
+        return [strike.kind for strike in fire.struck]
+
+    with subprocess.Popen(["sleep", "600"]) as parent:
+        course.parent = parent.pid
+        marker = course.local / "faults" / "fault-0"
+        marker.parent.mkdir()
+        marker.touch()
+        os.utime(marker, (103.0, 103.0))
+        assert struck_after((1, 101.0), (2, 102.0)) == []
+        assert struck_after((3, 103.5)) == []
+        assert struck_after((4, 104.0)) == ["sigterm"]
+        assert parent.wait() == -signal.SIGTERM
     ledger.close()
 
 
