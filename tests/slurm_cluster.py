@@ -139,6 +139,10 @@ class SlurmCluster:
                     found.append(int(folder.name))
         return found
 
+    def stands_still(self, name: str) -> bool:
+        """Whether some process of this node was stopped by a signal."""
+        return any(_state(pid) == "T" for pid in self._processes(name))
+
     def kill_node(self, name: str) -> None:
         """As if its power was cut."""
         victims = [int((self.folder / f"slurmd.{name}.pid").read_text())]
@@ -167,6 +171,14 @@ class SlurmCluster:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """One letter of /proc; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _step_daemon(pid: int) -> int:

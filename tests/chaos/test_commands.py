@@ -244,8 +244,12 @@ def test_a_save_waits_for_a_slow_store(corpus: str, tmp_path: Path, unbroken: di
 
 
 def test_a_save_is_skipped_when_the_store_is_slow(corpus: str, tmp_path: Path, unbroken: dict[str, str]) -> None:
-    run = TinyRun(folder=tmp_path, corpus=corpus)
-    code, output = run.run(*SLOW_STORE, "--set", "checkpoint.if_busy=skip")
+    """The keeper stands still in the upload of step 9 until that of step 18 was due."""
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra='[[faults]]\nkind = "stop"\nat = "upload"\nstep = 9\n')
+    parent = run.start("--set", "checkpoint.if_busy=skip")
+    run.wait_for(lambda events: any(isinstance(event, CheckpointFailed) and event.step == 18 for event in events))
+    run.processes()["keeper"][0].resume()
+    code, output = finish(parent)
     assert code == 0, output
     assert 18 not in committed(run.events())
     assert any("if_busy = 'skip'" in reason for reason in failures(run))

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from ftrain.compose.proof import stored_digests
+from recovery.client import ask
 from recovery.events import (
     AttemptEnded,
     AttemptStarted,
+    CheckpointCommitted,
     Event,
     InterruptionClassified,
     ProcessDied,
@@ -79,10 +81,12 @@ def test_a_job_on_four_nodes_loses_a_rank_and_a_node_and_ends_bit_for_bit_where_
     faults = f'[[faults]]\nkind = "kill"\nstep = 7\n{point}[[faults]]\nkind = "stop"\nstep = 14\n{point}'
     job = Submitted(cluster, tiny(tmp_path, corpus, spares=2, more=faults))
     job.wait_for("RUNNING")
-    job.run.wait_for_step(13)
+    job.run.wait_for(lambda events: any(isinstance(event, CheckpointCommitted) for event in events))
+    wait_until(lambda: len(ask(job.run.local, "status")["nodes"]) == 4, "the spares")
     facts = ftrain_json("status", job.run.url)
     assert sorted(facts["nodes"]) == ["n1", "n2", "n3", "n4"]
     (first, second) = job.nodes()[0]
+    wait_until(lambda: cluster.stands_still(second), "the rank of that node to stand still", PATIENCE_S)
     assert facts["nodes"][second]["ranks"] == [1]
     cluster.kill_node(second)
     job.wait_for("COMPLETED")

@@ -34,8 +34,9 @@ import os, sys, time
 path = f"state-{os.environ.get('RANK', 'alone')}"
 first = int(open(path).read()) + 1 if os.path.exists(path) else 1
 for step in range(first, 13):
-    with open(path, "w") as file:
+    with open(path + "-new", "w") as file:
         file.write(str(step))
+    os.replace(path + "-new", path)  # the other rank may be killed at any time
     print(f"iter {step}, loss {1 / step:.4f}")
     if step == 6 and first == 1 and os.environ.get("RANK") == "1":
         os.kill(os.getpid(), 9)
@@ -90,7 +91,7 @@ def test_a_script_that_knows_nothing_is_killed_and_started_again(tmp_path: Path)
 
 def test_a_hang_is_found_by_progress_and_a_stop_is_seen_by_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TALKS)
-    with supervised(tmp_path, "--nproc", "2", "--hang-s", "1", *python("train.py")) as run:
+    with supervised(tmp_path, "--nproc", "2", "--hang-s", "4", *python("train.py")) as run:
         run.wait_event(Suspected)
         run.wait_event(StepFinished, lambda event: event.attempt == 1)
         refused = ftrain("save", run.url)
