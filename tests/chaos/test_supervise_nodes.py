@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ from recovery.ledger import read_all
 from storage.local import LocalStore
 from storage.run import RunStore
 from tests.commands import ftrain
-from tests.nodes_run import nodes_run
+from tests.nodes_run import NodesRun, nodes_run
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster, wait_until
 from tests.supervised import Supervised, python, standing, supervised
 from tests.undisturbed import DDP, EXAMPLES, Ends, ends
@@ -134,6 +136,28 @@ for step in range(first + 1, 10**9):
 """
 
 
+@dataclass
+class Announced:
+    """A run that is going to be started in this folder."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=lambda: {"GLOO_SOCKET_IFNAME": "lo"})
+
+    @property
+    def local(self) -> Path:
+        """Its local folder."""
+        return self.folder / "run" / "local"
+
+
+@contextlib.contextmanager
+def offered(folder: Path, *names: str) -> Iterator[NodesRun]:
+    """Nodes that wait for a run which is still to be started, and which will wait for them only so long."""
+    with nodes_run(Announced(folder), *names) as nodes:
+        for name in names:
+            wait_until(lambda name=name: "waiting for the run" in (folder / f"{name}.out").read_text(), f"{name} to wait")
+        yield nodes
+
+
 def leaves(run: Supervised, attempt: int, *ranks: tuple[int, str]) -> set[str]:
     """The last words of these ranks (rank, node)."""
     return {run.log(attempt, rank, node).splitlines()[-1] for rank, node in ranks}
@@ -142,8 +166,8 @@ def leaves(run: Supervised, attempt: int, *ranks: tuple[int, str]) -> set[str]:
 def test_a_lost_node_is_gone_on_without_if_that_is_allowed_and_taken_back_when_it_returns(tmp_path: Path) -> None:
     """All ranks leave after the same step, for the node that is back and for a stop."""
     (tmp_path / "train.py").write_text(COUNTS)
-    words = ("--nnodes", "2", "--min-nodes", "1", "--nodes-s", "2", "--nproc", "2", *python("train.py"))
-    with supervised(tmp_path, *words) as run, nodes_run(run, "n1", "n2") as nodes:
+    words = ("--nnodes", "2", "--min-nodes", "1", "--nodes-s", "5", "--nproc", "2", *python("train.py"))
+    with offered(tmp_path, "n1", "n2") as nodes, supervised(tmp_path, *words) as run:
         run.wait_event(StepFinished, lambda event: event.step >= 5)
         nodes.kill("n2")
         run.wait_event(Ready, lambda event: event.attempt == 1)
