@@ -6,10 +6,11 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from toy import Fault
 from toy_fleet import LEASE_S, toy_fleet
-from toy_run import descendants, gone, wait_until
+from toy_run import PATIENCE_S, descendants, gone, wait_until
 
 from recovery.client import ask
 from recovery.codes import ExitCode
@@ -36,12 +37,11 @@ def wait_for_attempt(run, number: int) -> AttemptStarted:
 
 
 def test_ranks_are_placed_over_nodes_and_meet_at_the_first(tmp_path):
-    with toy_fleet(tmp_path, "n2", "n10", "n1", steps=5, ranks=3, rendezvous=True, entry="toy:describe") as run:
+    with toy_fleet(tmp_path, "n2", "n10", "n1", steps=0, ranks=3, rendezvous=True, entry="toy:describe") as run:
         run.start()
-        for rank in range(3):
-            run.wait_diary(f"seen {rank}")
+        assert run.wait() == ExitCode.DONE
         seen = {line.split()[1]: line for line in run.diary() if line.startswith("seen")}
-        assert run.attempts()[0] == ("n1", "n2", "n10")
+        assert run.attempts() == [("n1", "n2", "n10")]
         ports = {line.split('"port":')[1].split(",")[0].split("}")[0] for line in seen.values()}
         assert len(ports) == 1
         assert ['"listener":null' in seen[rank] for rank in "012"] == [False, True, True]
@@ -79,8 +79,8 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(tmp_path):
         wait_for_attempt(run, 0)
         run.join("n3")
         wait_for_steps(run)
-        wait_until(lambda: "n3" in run.agents(), "the spare")
-        assert run.agents()["n3"] == {"ranks": [], "connected": True}  # it waits; nothing runs on it
+        waiting = {"ranks": [], "connected": True}  # nothing runs on it
+        wait_until(lambda: run.agents().get("n3") == waiting, "the spare")
         killed = run.kill_node("n2")
         assert wait_for_attempt(run, 1).nodes == ("n1", "n3")
         assert all(gone(pid) for pid in killed)
@@ -100,16 +100,19 @@ def test_a_lost_node_is_replaced_by_the_spare_and_the_others_stay(tmp_path):
 
 
 def test_a_node_whose_ranks_die_before_its_agent_is_a_lost_node(tmp_path):
-    spec = {"settle_s": 1.0, "quiet_s": 1.0, "fleet": {"rejoin_s": LEASE_S}}  # it hangs up early, and is lost late
-    with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec=spec) as run:
-        run.start()
+    with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec={"fleet": {"rejoin_s": LEASE_S}}) as run:
+        coordinator = run.start()
         wait_for_attempt(run, 0)
         run.join("n3")
         wait_until(lambda: "n3" in run.agents(), "the spare")
-        os.kill(run.worker_pids()[1], signal.SIGKILL)
-        wait_until(lambda: any(event.kind == "worker" for event in run.events(ProcessDied)), "the death of the rank")
+        rank, agent = run.worker_pids()[1], psutil.Process(run.nodes["n2"].pid)
+        coordinator.send_signal(signal.SIGSTOP)  # it hears of both deaths, one right after the other
+        os.kill(rank, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(rank) and agent.status() == psutil.STATUS_SLEEPING, "its death, told")
         run.kill_node("n2")
+        coordinator.send_signal(signal.SIGCONT)
         assert wait_for_attempt(run, 1).nodes == ("n1", "n3")
+        assert next((it.rank, it.status) for it in run.events(ProcessDied) if it.kind == "worker") == (1, -signal.SIGKILL)
         verdict = run.events(InterruptionClassified)[0].verdict
         assert (verdict.class_, run.events(Decided)[0].action) == ("node_failure", "restart_exclude_node")
         ask(tmp_path, "stop")
@@ -224,9 +227,9 @@ def test_an_agent_that_must_not_stay_is_sent_away_and_nothing_runs_for_it(tmp_pa
         wait_for_steps(run)
         living = hello.pop("living", False)
         workers = (WorkerInfo(rank=0, pid=os.getpid()),) if living else ()
-        link = dial_coordinator(control_folder(tmp_path), ToAgent, limit_s=5.0)
+        link = dial_coordinator(control_folder(tmp_path), ToAgent, limit_s=PATIENCE_S)
         link.send(AgentHello(pid=1, boot_id="another boot", workers=workers, **hello))
-        told = [link.receive(5.0), link.receive(5.0)]
+        told = [link.receive(PATIENCE_S), link.receive(PATIENCE_S)]
         link.close()
         assert isinstance(told[0].message, Welcome)
         assert isinstance(told[1].message, Shutdown)
