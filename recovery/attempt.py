@@ -180,15 +180,18 @@ class Attempt:
         return beat.age_s + (now - self.beats_at.get(beat.rank, now))
 
     def complete(self, gathered: Evidence, said: tuple[str, ...], node: str) -> Evidence:
-        """What the agent gathered, with what only the supervisor knows. Statuses are as gathered: before our own teardown."""
+        """What the agent gathered, with what only the supervisor knows. Statuses are as gathered: before our own teardown; of
+        ranks whose agent did not answer in time, as they were told, and then our teardown is told apart."""
         unsaid = tuple(f"[rank{rank}]: {error}" for rank, error in self.failing.items()) if not gathered.log else ()
-        known = gathered.exit or {str(rank): worker.status for rank, worker in self.workers.items()}
+        untold = [worker for worker in self.workers.values() if str(worker.rank) not in gathered.exit]
+        deaths = sorted((worker for worker in untold if worker.ended and worker.status is not None), key=lambda it: it.t)
         return replace(
             gathered,
-            exit=known,
+            exit={**{str(it.rank): it.status for it in untold}, **gathered.exit},
+            ours=(*gathered.ours, *(str(it.rank) for it in untold if it.ours)),
             log=gathered.log + unsaid,
             scheduler=gathered.scheduler + said,
-            order=self._in_order(gathered.order),
+            order=self._in_order((*gathered.order, *(str(it.rank) for it in deaths))),
             nodes={str(rank): worker.node or node for rank, worker in self.workers.items()},
         )
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from recovery.attempt import Attempt
+from recovery.classify import classify
 from recovery.codes import ExitCode
 from recovery.crew import Worker
 from recovery.endings import ending_of
@@ -104,6 +105,21 @@ def test_evidence_keeps_the_statuses_from_before_our_teardown():
     assert complete.exit == {"0": None, "1": -11}
     assert complete.scheduler == ("supervisor: seen",)
     assert complete.nodes == {"0": "n3", "1": "n3"}
+
+
+@pytest.mark.parametrize(
+    "gathered",
+    [pytest.param(Evidence(), id="no answer"), pytest.param(Evidence(exit={"2": None}), id="no answer of that node")],
+)
+def test_what_an_agent_did_not_answer_in_time_is_filled_in_and_our_teardown_is_no_cause(gathered):
+    attempt = Attempt.of(4, range(3), {0: "a", 1: "a", 2: "b"})
+    attempt.exited(replace(exited(1, -9), t=1.0))
+    attempt.exited(replace(exited(0, -9, ours=True), t=2.0))
+    attempt.exited(replace(exited(2, -9, ours=True), t=3.0))
+    complete = attempt.complete(gathered, (), "n3")
+    assert complete.exit == {"0": -9, "1": -9, "2": -9, **gathered.exit}
+    assert (complete.order[:2], set(complete.ours)) == (("1", "0"), set("02") - set(gathered.exit))
+    assert classify(complete).first_failing_rank == 1
 
 
 def test_a_failure_that_left_no_log_speaks_for_itself():
