@@ -232,7 +232,7 @@ class Port:
 
     def _after_write(self) -> None:
         if self.channel.closed:
-            self._ended()
+            self._readable()  # its last words, and the end
         elif self._attached and self._writing != self.channel.wants_write:
             self._writing = self.channel.wants_write
             self._loop.set_writer(self._fd, self._readable, self._write if self._writing else None)

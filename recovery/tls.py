@@ -46,7 +46,7 @@ class TlsChannel(Channel[T]):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError, InterruptedError):
             return False
         except OSError as error:  # a failed handshake too: whoever that was, it is not of this run
-            self.by_peer = isinstance(error, ConnectionResetError | ssl.SSLEOFError | ssl.SSLZeroReturnError)
+            self.by_peer = self.by_peer or isinstance(error, ConnectionResetError | ssl.SSLEOFError | ssl.SSLZeroReturnError)
             self.close()
             return False
         if not data:

@@ -35,6 +35,7 @@ MAX_DESCRIPTORS = 200
 MAX_QUEUED = 256 << 20
 MAX_TOGETHER = 64  # frames of one system call
 READ_SIZE = 1 << 16
+MAX_LAST_READS = 4096  # of a peer that is gone: more than any socket holds
 ANCILLARY_SIZE = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
 RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)  # as plain numbers: each call would make the enum anew
 SEND_FLAGS = int(socket.MSG_NOSIGNAL)
@@ -118,16 +119,23 @@ class Channel(Generic[T]):
             self.close()
 
     def flush(self) -> None:
-        """Send queued bytes until the socket is full."""
+        """Send queued bytes until the socket is full. If the peer is gone, what it said before can still be read."""
         while self._out and not self.closed:
             try:
                 sent = self._send_some(self._out[0])
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
+                self._take_last_words()
                 self.close()
                 return
             self._sent(sent)
+
+    def _take_last_words(self) -> None:
+        with contextlib.suppress(WireError):
+            for _ in range(MAX_LAST_READS):
+                if self.closed or not (self._fill() or (not self.closed and wait_readable(self.fileno(), 0.0))):
+                    return
 
     def _sent(self, nbytes: int) -> None:
         """So much of the front of the queue is on its way."""
@@ -164,6 +172,8 @@ class Channel(Generic[T]):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and not self.closed:
             self.flush()
+            if self.fileno() < 0:  # the peer is gone, and that was noticed by writing
+                break
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0 and not wait_readable(self.fileno(), 0.0):
                 return None

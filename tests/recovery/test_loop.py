@@ -113,6 +113,18 @@ def test_what_is_queued_is_sent_before_a_port_is_closed(loop: Loop, pair: tuple[
     assert other.closed
 
 
+def test_last_words_come_before_the_end_also_when_it_is_noticed_by_writing(loop: Loop) -> None:
+    ours, theirs = socket_pair()
+    told = list[Any]()
+    port = Port(loop, channel(ours, ToAgent), lambda frame: told.append(frame.message), lambda: told.append("the end"))
+    other = channel(theirs, ToAgent)
+    other.send(Ack(seq=7))
+    other.close()
+    port.send(Ping())
+    loop.run_once(0.0)
+    assert told == [Ack(seq=7), "the end"]
+
+
 def test_more_than_the_socket_takes_is_sent_as_it_is_read(loop: Loop, pair: tuple[Port, Counted, Channel[Any]]) -> None:
     port, _, other = pair
     for number in range(50_000):

@@ -155,6 +155,24 @@ def test_end_of_stream_comes_after_the_last_frame():
     receiver.close()
 
 
+def test_the_last_words_of_the_dead_are_read_also_by_who_was_just_writing_to_them():
+    sender, receiver = pair()
+    sender.send(Payload(payload=b"last words"))
+    sender.close()
+    receiver.send(Ping())
+    assert receiver.closed
+    assert [frame.message.payload for frame in receiver.read()] == [b"last words"]
+
+
+def test_who_waits_for_an_answer_of_one_that_dies_before_it_has_read_the_question_waits_no_longer():
+    sender, receiver = pair()
+    sender.send(Payload(payload=bytes(8 << 20)))
+    assert sender.wants_write
+    receiver.close()
+    assert sender.receive(20.0) is None
+    assert sender.closed
+
+
 def test_sending_to_the_dead_is_not_an_error():
     sender, receiver = pair()
     receiver.close()
