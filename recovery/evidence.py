@@ -20,6 +20,8 @@ from msgspec import Struct
 
 TAIL_BYTES = 256 * 1024  # of each rank's log: the end is where the error is, and a verdict must not wait for gigabytes
 
+LOOK_S = 0.01  # how often who waits for the sources looks at the clock
+
 NO_AGENT = "the agent did not answer"
 NO_COUNTER = "no memory cgroup counts out-of-memory kills here"
 
@@ -68,7 +70,9 @@ Source = Callable[[], Finding]
 
 
 def gather(sources: Mapping[str, Source], *, limit_s: float) -> Finding:
-    """Ask all sources at once; what has not answered after `limit_s` is left behind, with a note."""
+    """Ask all sources at once; what has not answered after `limit_s` is left behind, with a note. Time in which this process
+    itself stood still (stopped, or without a processor) is nobody's silence.
+    """
     answers: dict[str, Finding] = {}
     threads = [
         threading.Thread(target=_ask, args=(name, source, answers), name=f"evidence-{name}", daemon=True)
@@ -76,9 +80,12 @@ def gather(sources: Mapping[str, Source], *, limit_s: float) -> Finding:
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + limit_s
+    left_s = limit_s
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and left_s > 0:
+            began, look_s = time.monotonic(), min(LOOK_S, left_s)
+            thread.join(look_s)
+            left_s -= min(look_s, time.monotonic() - began)
     answered = dict(answers)
     return merge(answered.get(name) or Finding(notes=(f"{name}: no answer within {limit_s:g} s",)) for name in sources)
 

@@ -6,6 +6,8 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from recovery.evidence import (
     Finding,
     OomWatch,
@@ -138,6 +140,24 @@ def test_a_healthy_file_system_is_not_evidence(tmp_path: Path) -> None:
     assert filesystem_state([str(tmp_path)]) == Finding()
 
 
+def test_nobody_is_taken_for_silent_because_we_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the process was stopped for a minute while it waited: its sources were stopped with it."""
+    awake, times = threading.Event(), iter([0.0])
+
+    def clock() -> float:
+        now = next(times, 60.0)
+        if now:
+            awake.set()
+        return now
+
+    def source() -> Finding:
+        awake.wait()
+        return Finding(log=("here",))
+
+    monkeypatch.setattr("recovery.evidence.time.monotonic", clock)
+    assert gather({"stopped with us": source}, limit_s=20.0) == Finding(log=("here",))
+
+
 def test_a_source_that_never_answers_costs_only_the_limit() -> None:
     release = threading.Event()
 
@@ -148,7 +168,7 @@ def test_a_source_that_never_answers_costs_only_the_limit() -> None:
     def broken() -> Finding:
         raise OSError(5, "Input/output error")
 
-    found = gather({"stuck": stuck, "broken": broken, "good": lambda: Finding(log=("here",))}, limit_s=0.05)
+    found = gather({"stuck": stuck, "broken": broken, "good": lambda: Finding(log=("here",))}, limit_s=0.2)
     release.set()
     assert found.log == ("here",)
-    assert found.notes == ("stuck: no answer within 0.05 s", "broken: not readable: [Errno 5] Input/output error")
+    assert found.notes == ("stuck: no answer within 0.2 s", "broken: not readable: [Errno 5] Input/output error")
