@@ -31,17 +31,20 @@ def join(folder: Path, node: str, wait_s: float) -> None:
     """
     import logging
 
-    from ftrain.compose.node import NoRunError, serve
+    from ftrain.compose.node import LeftError, NoRunError, serve
     from ftrain.compose.nodes import this_node
     from recovery.network import NoInterfaceError
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what the node does, as it does it
     name = node or this_node()
-    render.note(f"node {name}: waiting for the run of {folder}, {format_duration(wait_s)} at most; Ctrl-C leaves")
+    absent = "" if folder.exists() else " (no such folder yet)"
+    render.note(f"node {name}: waiting for the run of {folder}{absent}, {format_duration(wait_s)} at most; Ctrl-C leaves")
     try:
         code = serve(folder.absolute(), name, patience_s=wait_s)
     except (NoRunError, NoInterfaceError) as error:
         render.fail(str(error), ExitCode.RETRY_ELSEWHERE)
+    except LeftError:
+        render.fail(f"node {name}: left before there was a run", ExitCode.STOPPED)
     render.note(f"node {name}: {ending(code)}")
     sys.exit(code)
 

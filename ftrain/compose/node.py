@@ -46,17 +46,25 @@ class NoRunError(Exception):
     """There is no run in the folder, after all patience."""
 
 
-def read_args(shared: Path, *, patience_s: float) -> NodeArgs:
-    """What the coordinator has written down, waiting for it; NoRunError if it is not there in time."""
+class LeftError(Exception):
+    """This node was taken away before there was a run."""
+
+
+def read_args(shared: Path, *, patience_s: float, stop: _Stop | None = None) -> NodeArgs:
+    """What the coordinator has written down, waiting for it; NoRunError if it is not there in time, LeftError if the wait is
+    ended by `stop`.
+    """
     path = control_folder(shared) / NODE_FILE
     deadline = time.monotonic() + patience_s
-    while True:
+    pause = stop.wait if stop else time.sleep
+    while not (stop and stop.asked):
         try:
             return msgspec.json.decode(path.read_bytes(), type=NodeArgs)
         except (FileNotFoundError, msgspec.DecodeError) as error:
             if time.monotonic() > deadline:
                 raise NoRunError(f"no run has said within {patience_s:g} s what nodes must know ({path}): {error}") from error
-        time.sleep(POLL_S)
+        pause(POLL_S)
+    raise LeftError
 
 
 def agent_spec(args: NodeArgs, shared: Path, node: str) -> AgentSpec:
@@ -99,12 +107,12 @@ def network_env(args: NodeArgs, name: str) -> dict[str, str]:
 def serve(shared: Path, node: str, *, patience_s: float = 60.0) -> int:
     """Keep an agent here until the run is over; returns the exit code. Main thread only.
 
-    Raises NoRunError, or NoInterfaceError if this machine is not on the run's network.
+    Raises NoRunError, LeftError, or NoInterfaceError if this machine is not on the run's network.
     """
     stop = _Stop()
     tried_since, orphaned = time.monotonic(), False
     while True:
-        args = read_args(shared, patience_s=patience_s)
+        args = read_args(shared, patience_s=patience_s, stop=stop)
         spec = agent_spec(args, shared, node)
         folder = Path(spec.local_dir)
         path = paths.agent_spec(folder)
@@ -138,7 +146,7 @@ class _Stop:
         self.asked = False
         self._agent: Callable[[], None] = lambda: None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -208,7 +216,10 @@ def _tell(shared: Path, node: str) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Serve the run of a shared folder."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    return serve(Path(argv[0]), argv[1] if len(argv) > 1 else this_node())
+    try:
+        return serve(Path(argv[0]), argv[1] if len(argv) > 1 else this_node())
+    except LeftError:
+        return ExitCode.STOPPED
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from recovery.codes import ExitCode
 from recovery.network import NoInterfaceError
 from recovery.rendezvous import control_folder
 from tests.commands import ftrain
+from tests.runs import FTRAIN
 
 DEMO = str(Path(__file__).parents[3] / "configs/demo.toml")
 
@@ -48,6 +51,25 @@ def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) 
     assert told.returncode == 11
     assert f"waiting for the run of {tmp_path}, 0 s at most" in told.stderr
     assert "no run has said within 0 s what nodes must know" in told.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_node_that_waits_for_its_run_can_be_taken_away(tmp_path: Path, number: signal.Signals) -> None:
+    command = [*FTRAIN, "join", str(tmp_path / "none"), "--wait", "600"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stderr is not None
+        assert "none (no such folder yet), 10m 00s at most" in waiting.stderr.readline()
+        while not listens(waiting.pid):
+            assert waiting.poll() is None
+        waiting.send_signal(number)
+        assert "left before there was a run" in waiting.stderr.read()
+    assert waiting.returncode == ExitCode.STOPPED
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM, which is the last that a node installs."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_a_node_says_how_its_part_ended() -> None:
