@@ -30,7 +30,10 @@ def is_local(url: str) -> bool:
 
 def why_not(url: str) -> str:
     """Why nothing of a run can be at `url`, in words that follow the URL; empty: nothing speaks against its scheme."""
-    scheme = url.partition("://")[0]
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() in (*S3, *CLOUDS, *UNFIT, "file") and not rest.startswith("//"):
+        meant = rest if scheme.lower() == "file" else rest.lstrip("/")
+        return f"without :// it is a folder named {scheme}:, so write {scheme.lower()}://{meant}"
     if is_local(url) or scheme in S3 + CLOUDS:
         return ""
     return UNFIT.get(scheme) or ("" if scheme in _known() else f"{scheme}:// is not known to fsspec")

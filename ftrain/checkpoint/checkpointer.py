@@ -76,7 +76,7 @@ class Checkpointer:
         given = url if url is not None else os.environ.get(RUN, "")
         if not given:
             raise ValueError(f"where to? Checkpointer(url), or the variable {RUN}, which `ftrain supervise` sets")
-        self.url = checked(given) if "://" in given else os.path.abspath(os.path.expanduser(given))
+        self.url = given if "://" in checked(given) else os.path.abspath(os.path.expanduser(given))
         self._when_busy, self._on_error = when_busy, on_error
         self._ranks = Ranks()
         self._store: ObjectStore = open_store(self.url)

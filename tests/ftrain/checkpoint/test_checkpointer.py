@@ -376,6 +376,8 @@ def test_errors_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Checkpointer()
     with pytest.raises(ValueError, match="no other sees what is there; give a folder, file://, s3://"):
         Checkpointer("memory://x")
+    with pytest.raises(ValueError, match="so write s3://bucket/key"):
+        Checkpointer("s3:/bucket/key")
     state = {"w": torch.zeros(2)}
     with open_run(tmp_path) as checkpointer:
         with pytest.raises(SaveError, match=r"call load\(state\) first"):

@@ -47,6 +47,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.url=s3://", 5, "names no place"),
         ("run my.toml --set run.url=http://127.0.0.1:1/x", 3, "allowed: a folder, file://, s3://"),
         ("run my.toml --set run.url=memory://x --dry-run", 3, "no other sees what is there"),
+        ("run my.toml --set run.url=s3:/bucket/key --dry-run", 3, "write s3://bucket/key"),
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
         ("run my.toml --json", 2, "--dry-run"),

@@ -151,6 +151,10 @@ CASES = [
     ),
     pytest.param(["run.url=ftp://x/y"], "run.url", "was not there before; allowed: a folder, file://, s3://", id="ftp"),
     pytest.param(
+        ["run.url=S3:/bucket/key"], "run.url", "a folder named S3:, so write s3://bucket/key; allowed: a folder", id="one slash"
+    ),
+    pytest.param(["run.url=file:/tmp/x"], "run.url", "a folder named file:, so write file:///tmp/x", id="one slash of a file"),
+    pytest.param(
         ["checkpoint.mirror_url=memory://x"], "checkpoint.mirror_url", "no other sees what is there", id="mirror in memory"
     ),
     pytest.param(
