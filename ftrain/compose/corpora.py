@@ -1,4 +1,4 @@
-"""Whether the data of a config can be trained on, asked before the first process is started.
+"""Whether the data of a config can be trained on, and its texts be read, asked before the first process is started.
 
 A worker that finds a corpus missing, or too short for its config, dies; so does its successor, and the run is given up over
 what was a slip in the config. Opening the files as a worker does costs a look at their index: the tokens are mapped, not read.
@@ -14,7 +14,9 @@ import msgspec
 from ftrain.compose.errors import RefusedError
 from ftrain.config import Config
 from ftrain.data.dataset import Dataset
+from ftrain.data.errors import LibraryMissingError, TokenizerError
 from ftrain.data.stdlib import STDLIB, cache_root, find_stdlib
+from ftrain.data.tokenizer import load_tokenizer
 from ftrain.phases import effective, num_phases
 
 
@@ -23,6 +25,7 @@ def check_data(config: Config, *, prepare: bool = False) -> str:
 
     Without `prepare`, a built-in corpus that no run has prepared yet is passed over, and with it the size of the held-out text.
     """
+    _check_tokenizer(config)
     return "; ".join(
         _check_phase(effective(config, number), f"phase {number}: " if config.phases else "", prepare=prepare)
         for number in range(num_phases(config))
@@ -47,6 +50,24 @@ def probe(config: dict[str, Any]) -> str:
     return check_data(msgspec.convert(config, Config))
 
 
+def _check_tokenizer(config: Config) -> None:
+    """Training reads ids and needs no tokenizer; whoever wants a text of the model does, when the run is paid for."""
+    name, vocab = config.data.tokenizer, config.model.vocab
+    try:
+        words = load_tokenizer(name)
+    except LibraryMissingError:
+        return  # where the texts are read it may be installed
+    except TokenizerError as error:
+        raise RefusedError([f"data.tokenizer: {error}{_counted_from([name])}"]) from error
+    if words.vocab > vocab:
+        raise RefusedError(
+            [
+                f'model.vocab: given {vocab}, and data.tokenizer "{name}" has {words.vocab} tokens; allowed: at least as many; '
+                f"nearest: {words.vocab}"
+            ]
+        )
+
+
 def _check_files(config: Config) -> None:
     lacks = {
         source.path: [source.path + ending for ending in (".idx", ".bin") if not Path(source.path + ending).is_file()]
@@ -56,11 +77,20 @@ def _check_files(config: Config) -> None:
     problems = [
         f'data.sources: given "{path}", and {" and ".join(missing)} {"is" if len(missing) == 1 else "are"} not there; allowed: '
         f'the prefix of a pair of .idx and .bin, or "{STDLIB}"; `ftrain data prepare TEXTS --out {path}` makes a pair'
+        f"{_counted_from(missing)}"
         for path, missing in lacks.items()
         if missing
     ]
     if problems:
         raise RefusedError(problems)
+
+
+def _counted_from(paths: list[str]) -> str:
+    """Where relative paths were looked for: whoever stands in another folder than usual sees it by that."""
+    if all(Path(path).is_absolute() for path in paths):
+        return ""
+    looked = " and ".join(str(Path(path).absolute()) for path in paths)
+    return f"; looked for {looked}: paths count from the folder the command is given in, not from the config's"
 
 
 def _only(config: Config, sources: tuple[Any, ...]) -> Config:

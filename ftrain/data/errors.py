@@ -3,6 +3,7 @@
 DataError                 (a ValueError: the data that were named cannot be used as asked)
   TokenFileError          a .bin/.idx pair that is missing, truncated or breaks the format
   TokenizerError          a tokenizer that cannot be loaded, or ids that do not fit it
+    LibraryMissingError   the library that reads that kind of tokenizer is not installed
   InputError              text that cannot be prepared: no such file, a broken JSONL line
 """
 
@@ -23,6 +24,10 @@ class TokenFileError(DataError):
 
 class TokenizerError(DataError):
     """A tokenizer that cannot be loaded, or ids that do not fit it."""
+
+
+class LibraryMissingError(TokenizerError):
+    """The tokenizer may be all right; here it cannot be read."""
 
 
 class InputError(DataError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ftrain.data.errors import TokenizerError
+from ftrain.data.errors import LibraryMissingError, TokenizerError
 from ftrain.data.sampler import Ints
 
 SUFFIXES = (".tiktoken", "tokenizer.model")
@@ -114,7 +114,7 @@ def _encoding(path: str, pattern: str, ranks: dict[bytes, int], special: dict[st
     try:
         import tiktoken
     except ImportError as error:
-        raise TokenizerError("needs the `tiktoken` library: pip install 'ftrain-runtime[tokenizers]'", path) from error
+        raise LibraryMissingError("needs the `tiktoken` library: pip install 'ftrain-runtime[tokenizers]'", path) from error
     try:
         return tiktoken.Encoding(Path(path).stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except Exception as error:  # the library's extension raises what it likes

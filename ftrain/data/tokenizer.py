@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ftrain.data.errors import TokenizerError
+from ftrain.data.errors import LibraryMissingError, TokenizerError
 from ftrain.data.sampler import Ints
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "</s>", "<EOD>", "[EOS]")
@@ -97,7 +97,7 @@ def _open(path: str) -> Any:
         import tokenizers
     except ImportError as error:
         hint = "pip install 'ftrain-runtime[tokenizers]'"
-        raise TokenizerError(f"needs the `tokenizers` library: {hint}", path) from error
+        raise LibraryMissingError(f"needs the `tokenizers` library: {hint}", path) from error
     try:
         return tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -110,6 +112,7 @@ def test_compiling_asks_for_a_compiler_before_the_start(run: TinyRun, monkeypatc
 
 
 NOWHERE = ("--set", 'data.sources=[{path="nope"}]')
+NO_TOKENIZER = ("--set", "data.tokenizer=nope.json")
 TOO_MANY = ("--set", "evaluate.sequences=64")
 
 
@@ -118,7 +121,18 @@ TOO_MANY = ("--set", "evaluate.sequences=64")
     ("change", "says"),
     [
         pytest.param(
-            NOWHERE, ['given "nope", and nope.idx and nope.bin are not there; allowed: ', "ftrain data prepare"], id="missing"
+            NOWHERE,
+            [
+                'given "nope", and nope.idx and nope.bin are not there; allowed: ',
+                "ftrain data prepare",
+                f"looked for {Path.cwd()}/nope.idx and {Path.cwd()}/nope.bin: paths count from the folder",
+            ],
+            id="missing",
+        ),
+        pytest.param(
+            NO_TOKENIZER,
+            ["data.tokenizer: nope.json: no such file; a tokenizer is `byte`, ", f"looked for {Path.cwd()}/nope.json: paths"],
+            id="no-tokenizer",
         ),
         pytest.param(
             TOO_MANY,
@@ -136,6 +150,21 @@ def test_data_that_cannot_work_are_refused_before_anything_starts(
     assert "Traceback" not in done.stderr
     assert not (run.local / "launch.json").exists()
     assert not (run.local / "ledger").exists()
+
+
+def test_a_tokenizer_must_be_one_and_the_models(run: TinyRun, tmp_path: Path) -> None:
+    """Whoever cannot read it, for want of a library, trains all the same: ids are all that training wants."""
+    with pytest.raises(RefusedError, match=r"data\.tokenizer: .*corpus\.idx: is not a tokenizer file: "):
+        check_data(load(str(run.config), [f"data.tokenizer={run.corpus}.idx"]))
+    words = tmp_path / "mine.tiktoken"
+    words.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % (byte + 43) for byte in range(256)))
+    named = f"data.tokenizer={words}"
+    assert "training" in check_data(load(str(run.config), [named, "model.vocab=300"]))
+    with pytest.raises(RefusedError, match=r"model\.vocab: given 299, and .* has 300 tokens; .*; nearest: 300"):
+        check_data(load(str(run.config), [named, "model.vocab=299"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tiktoken", None)  # as where it is not installed
+        assert "training" in check_data(load(str(run.config), [named, "model.vocab=299"]))
 
 
 def test_a_look_at_the_data_does_not_prepare_the_built_in_corpus(
