@@ -178,9 +178,9 @@ MARKS = {
 }
 
 
-def halt(step: int) -> str:
-    """A fault: rank 1 stands still after this step, so that who has something to do in the middle of a run is never late."""
-    return f'[[faults]]\nkind = "stop"\nat = "step"\nstep = {step}\nrank = 1\n'
+def halt(step: int, rank: int = 1) -> str:
+    """A fault: a rank stands still after this step, so that who has something to do in the middle of a run is never late."""
+    return f'[[faults]]\nkind = "stop"\nat = "step"\nstep = {step}\nrank = {rank}\n'
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -18,7 +18,7 @@ from recovery.client import ask
 from recovery.events import AttemptStarted, InterruptionClassified, PhaseBegan, Ready, steps_of
 from tests.commands import ftrain, ftrain_json
 from tests.nodes_run import nodes_run
-from tests.runs import TinyRun, finish, no_process_left
+from tests.runs import TinyRun, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -127,12 +127,14 @@ def check_same_end(run: TinyRun, quiet: TinyRun) -> None:
 
 def test_killed_once_in_each_phase_a_run_ends_as_the_unbroken_one(corpus: str, quiet: TinyRun, tmp_path: Path) -> None:
     """A worker in each of them, by SIGKILL; and between these the coordinator, in each of them too."""
-    run = replace(quiet, folder=tmp_path, url="", extra=PHASES + kill(5, 0) + kill(11, 1) + kill(17, 0))
+    halts = "".join(halt(step, rank=0) for step in (2, 9, 15))
+    run = replace(quiet, folder=tmp_path, url="", extra=PHASES + halts + kill(5, 0) + kill(11, 1) + kill(17, 0))
     with no_process_left(run):
         parent = run.start()
-        for step in (2, 9, 15):
-            run.wait_for_step(step)
+        for _ in (2, 9, 15):
+            halted = run.halted()
             strike(run, "coordinator")
+            halted.resume()
         code, output = finish(parent)
     assert code == 0, output
     check_same_end(run, quiet)
