@@ -20,6 +20,7 @@ import msgspec
 
 from recovery import paths
 from recovery.agent_record import AgentRecord, living_agent
+from recovery.exits import exit_text
 from recovery.launch import Spawn, python, spawn
 from recovery.line import Line
 from recovery.loop import Loop, Port
@@ -159,7 +160,7 @@ class AgentLink:
         if self.alive:
             return {}
         self.start()
-        return {self._spec.node: f"supervisor: the agent of node {self._spec.node} died with status {self.status}"}
+        return {self._spec.node: f"supervisor: the agent of node {self._spec.node} died ({exit_text(self.status)})"}
 
     def offered(self, port: Port, hello: AgentHello) -> None:
         """Somebody says it is the agent. It is, if its pid is the one we watch; any other is a left-over and is hung up on."""

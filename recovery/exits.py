@@ -20,9 +20,10 @@ _FAULTS = frozenset(
 
 
 def exit_text(status: int | None) -> str:
-    """A status in a few words: `killed by SIGKILL`, `exit code 1`, `exit code 137 (128 + SIGKILL)`, `status unknown`."""
+    """A status in a few words: `killed by SIGKILL`, `exit code 1`, `exit code 137 (128 + SIGKILL)`,
+    `how is not known`."""
     if status is None:
-        return "status unknown"
+        return "how is not known"
     if status < 0:
         return f"killed by {_signal_text(-status)}"
     meant = _known(status - SHELL)

@@ -111,7 +111,7 @@ def _lock(fd: int) -> bool:
 def _check(previous: Owner | None, here: Owner, *, locked: bool, take_over: bool) -> None:
     if not locked:
         who = previous.describe() if previous else "another process"
-        raise HeldError(f"the run is already running: {who}; use `ftrain status` to watch it or `ftrain stop` to end it")
+        raise HeldError(f"the run is already running: {who}; `ftrain watch` shows it, `ftrain stop` ends it")
     if previous is None or previous.host == here.host or take_over or inherits(previous):
         return  # on this host the lock is free only if its holder is dead
     raise HeldError(

@@ -20,6 +20,7 @@ from ftrain.units import format_bytes, plural
 from recovery import events
 from recovery.durations import format_duration
 from recovery.events import Event, steps_of
+from recovery.exits import exit_text
 from recovery.state import RunState, apply
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _trouble(event: Event) -> str:
     match event:
         case events.ProcessDied(ours=False) if event.status != 0:
             who = event.kind if event.rank is None else f"{event.kind} of rank {event.rank}"
-            return f"{who} (pid {event.pid}) died with status {event.status}"
+            return f"{who} (pid {event.pid}) died ({exit_text(event.status)})"
         case events.Suspected():
             return f"suspected: {event.reason}"
         case events.InterruptionClassified():

@@ -37,7 +37,7 @@ def check_holder(store: ObjectStore, *, take_over: bool) -> None:
     if owner.host == here.host:
         if _lives(owner, here):
             raise HeldError(
-                f"{store.url} is held by {owner.describe()}; use `ftrain status` to watch it or `ftrain stop` to end it"
+                f"{store.url} is held by {owner.describe()}; `ftrain watch` shows it, `ftrain stop` ends it"
             )
         return
     raise HeldError(

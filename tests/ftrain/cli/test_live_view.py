@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ftrain.cli.live_view import LiveView
-from recovery.events import ConfigChanged
+from recovery.events import ConfigChanged, ProcessDied
 from tests.ledgers import T0, Story, config
 
 
@@ -37,3 +37,20 @@ def test_other_steps_are_said_to_change_the_learning_rate(
     story.write(tmp_path)
     view.close()
     assert f"config changed: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(None, "died (how is not known)"), (-9, "died (killed by SIGKILL)"), (3, "died (exit code 3)")],
+)
+def test_how_a_process_died_is_said_in_words(
+    status: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a coordinator, whose parent was somebody else, nobody knows it."""
+    story = Story(config())
+    story.events.append(ProcessDied(t=T0, kind="coordinator", node="localhost", pid=7, status=status))
+    (tmp_path / "local").mkdir()
+    view = LiveView(tmp_path / "local")
+    story.write(tmp_path)
+    view.close()
+    assert f"coordinator (pid 7) {said}\n" in capsys.readouterr().err
