@@ -47,9 +47,11 @@ def test_how_a_process_died_is_said_in_words(
     status: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a coordinator, whose parent was somebody else, nobody knows it."""
-    story = Story(config())
+    now = config()
+    story = Story(now)
     story.events.append(ProcessDied(t=T0, kind="coordinator", node="localhost", pid=7, status=status))
     (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "config.json").write_bytes(msgspec.json.encode(now))
     view = LiveView(tmp_path / "local")
     story.write(tmp_path)
     view.close()
