@@ -27,10 +27,13 @@ def choose(machine: Machine, local_rank: int, num_local_ranks: int) -> torch.dev
     _Before.private = _process()["RssAnon"]
     if machine.device == "cpu" or (machine.device == "auto" and torch.cuda.device_count() < num_local_ranks):
         return torch.device("cpu")
-    if torch.cuda.device_count() <= local_rank:
+    count = torch.cuda.device_count()
+    if count <= local_rank:
+        found = f"machine.device = 'cuda', but local rank {local_rank} finds {count} GPUs"
         raise RuntimeError(
-            f"machine.device = 'cuda', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs: use fewer ranks "
-            "on this machine, or machine.device = 'cpu'"
+            f"{found}: use fewer ranks on this machine, or machine.device = 'cpu'"
+            if count
+            else f"{found}: use a machine that has one, or machine.device = 'cpu' or 'auto'"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -21,13 +21,15 @@ def told(url: str = "") -> Iterator[None]:
 
     `url`: the run that was asked for; if it has no checkpoint, what may have been meant is said as well.
     """
-    from ftrain.compose.errors import RefusedError
+    from ftrain.compose.errors import RefusedError, UnfitError
     from ftrain.data.errors import DataError
 
     try:
         yield
     except ConfigProblems as error:
         render.fail(str(error), ExitCode.CONFIG)
+    except UnfitError as error:
+        render.fail(str(error), ExitCode.RETRY_ELSEWHERE)
     except (RefusedError, MemoryLimitError, DataError) as error:
         render.fail(str(error), ExitCode.CONFIG)
     except HeldError as error:

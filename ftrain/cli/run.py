@@ -74,8 +74,9 @@ def run(
         if (done := standing.finished_step(config)) is not None:
             render.note(nothing_to_do(done, config.run.steps))
             return
+        warnings = before_start(config)  # first: of a start that is refused the run's folder knows nothing
         folder = write(launch, config)
-        for warning in (*before_start(config), *standing.reminders(config)):
+        for warning in (*warnings, *standing.reminders(config)):
             render.note(warning)
     sys.exit(run_supervised(folder))
 

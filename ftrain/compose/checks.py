@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ftrain.compose.errors import RefusedError
+from ftrain.compose.errors import UnfitError
 from ftrain.compose.nodes import arena_nbytes
 from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
@@ -28,6 +28,11 @@ HOST = "127.0.0.1"
 LOCAL_BYTES = 64 << 20  # logs and the ledger's open segment
 FILES_PER_RANK, FILES = 16, 128
 SKEW_S = 5.0
+GPUS = "GPUs"
+NO_GPU = (
+    "machine.device = 'cuda', and torch finds no GPU on this machine (CUDA_VISIBLE_DEVICES may hide them): start the run on a "
+    "machine that has one, or set machine.device = 'cpu' or 'auto'"
+)
 DATA = "data"  # the check that finds fault with the config, not with the machine
 
 
@@ -57,6 +62,7 @@ def cheap(config: Config) -> list[Check]:
         ),
         Check(name="memory areas", entry="recovery.probes:anonymous_memory"),
         *([_compiler()] if config.machine.compile else []),
+        *([_gpus(ranks)] if config.machine.device == "cuda" and not config.machine.ranks_per_node else []),
     ]
 
 
@@ -69,12 +75,17 @@ def _compiler() -> Check:
     )
 
 
+def _gpus(ranks: int) -> Check:
+    """Only where this machine is the one that trains: of several nodes it may be the one without a GPU."""
+    return Check(name=GPUS, entry="ftrain.compose.checks:gpus", args={"ranks": ranks}, limit_s=60.0)
+
+
 def thorough(config: Config) -> list[Check]:
     """Everything, from quick to slow. Where the answer, which knows the reason, names its own remedy, none stands here."""
     need = arena_nbytes(config)
     url = {"url": config.run.url, "storage": msgspec.to_builtins(config.storage)}
     return [
-        *cheap(config),
+        *(check for check in cheap(config) if check.name != GPUS),  # "device" asks more of them
         Check(name=DATA, entry="ftrain.compose.corpora:probe", args={"config": msgspec.to_builtins(config)}, limit_s=60.0),
         Check(name="memory", entry="recovery.probes:memory", args={"need_bytes": need}),
         Check(name="storage", entry="ftrain.compose.checks:store", args=url, limit_s=60.0),
@@ -92,11 +103,11 @@ def results(config: Config, *, everything: bool, env: Mapping[str, str] = os.env
 
 
 def before_start(config: Config) -> list[str]:
-    """Ask the cheap questions; warnings in words. Raises RefusedError with all that speaks against a start here."""
+    """Ask the cheap questions; warnings in words. Raises UnfitError with all that speaks against a start here."""
     found = results(config, everything=False)
     bad = [result.line() for result in found if result.bad]
     if bad:
-        raise RefusedError(["this machine is not fit for the run (`ftrain doctor` asks more):", *bad])
+        raise UnfitError(["this machine is not fit for the run (`ftrain doctor` asks more):", *bad])
     return [result.line() for result in found if result.status == "warning"]
 
 
@@ -175,6 +186,18 @@ def collective() -> str:
     return "two ranks sum alike over Gloo"
 
 
+def gpus(ranks: int) -> str:
+    """There is a GPU for each rank: a worker without one dies, and so does its successor. Asked of torch, as a worker does."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError(NO_GPU)
+    if count < ranks:
+        raise Concern(f"{count} GPUs for {ranks} ranks: those without one of their own will not start")
+    return f"{count} GPUs for {ranks} ranks"
+
+
 def device(name: str) -> str:
     """The accelerators compute: integers are exact in fp32 whatever the order of the sum, so the answer is known."""
     import torch
@@ -183,7 +206,7 @@ def device(name: str) -> str:
     if name == "cpu" or (name == "auto" and count == 0):
         return "the CPU computes"
     if count == 0:
-        raise RuntimeError("machine.device = 'cuda', but there is none")
+        raise RuntimeError(NO_GPU)
     for number in range(count):
         matrix = (torch.arange(512 * 512, dtype=torch.int64).reshape(512, 512) % 13).float()
         found = (matrix.to(f"cuda:{number}") @ matrix.to(f"cuda:{number}")).cpu()

@@ -9,3 +9,7 @@ class RefusedError(ValueError):
     def __init__(self, reasons: list[str]) -> None:
         super().__init__("\n".join(reasons))
         self.reasons = reasons
+
+
+class UnfitError(RefusedError):
+    """Nothing is wrong with the run: this machine cannot do it, another one may."""

@@ -15,9 +15,11 @@ import pytest
 from ftrain.compose import checks
 from ftrain.compose.corpora import check_data
 from ftrain.compose.errors import RefusedError
+from ftrain.config import Machine
 from ftrain.data.errors import DataError
 from ftrain.data.stdlib import cache_root, ensure_stdlib
 from ftrain.data.writer import TokenWriter
+from ftrain.device import choose
 from ftrain.load import load
 from recovery.preflight import Concern, answer
 from recovery.probes import ProbeError, program
@@ -80,6 +82,33 @@ def test_a_remedy_is_named_once_and_fits_the_reason(run: TinyRun) -> None:
 def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
     with pytest.raises(RefusedError, match=r"no network interface 'nope0'; there are .*; set machine.interface"):
         checks.before_start(load(str(run.config), ["machine.interface=nope0"]))
+
+
+@pytest.mark.parametrize("words", [("run",), ("doctor",)], ids=" ".join)
+def test_a_gpu_that_is_not_there_is_missed_before_anything_starts(words: tuple[str, ...], run: TinyRun) -> None:
+    """A change of the config that cannot work is not recorded either: the run goes on as it was."""
+    done = ftrain(*words, str(run.config), "--set", "machine.device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    said = done.stdout + done.stderr
+    assert done.returncode == 11, said
+    assert said.count("torch finds no GPU on this machine") == 1
+    assert "start the run on a machine that has one, or set machine.device = 'cpu' or 'auto'" in said
+    assert not (run.local / "launch.json").exists()
+    assert not (run.local / "ledger").exists()
+
+
+def test_the_head_of_several_nodes_needs_no_gpu(run: TinyRun) -> None:
+    alone = load(str(run.config), ["machine.device=cuda"])
+    several = load(str(run.config), ["machine.device=cuda", "machine.ranks_per_node=1"])
+    assert [checks.GPUS in {check.name for check in checks.cheap(config)} for config in (alone, several)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advice"), [(0, "use a machine that has one, or machine.device = 'cpu' or 'auto'"), (1, "use fewer ranks")]
+)
+def test_a_rank_without_a_gpu_says_what_helps(gpus: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(RuntimeError, match=f"local rank 1 finds {gpus} GPUs: {advice}"):
+        choose(Machine(device="cuda"), 1, 2)
 
 
 def test_a_wrong_order_of_time_limits_is_said_and_no_more(run: TinyRun) -> None:
