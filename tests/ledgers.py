@@ -74,19 +74,37 @@ class Story:
         plain = msgspec.to_builtins(config)
         self.events: list[Event] = [RunStarted(t=self.t, run_id="test", config=plain, layout=self.layout)]
 
-    def start(self, *, at: int | None = None, start_s: float = 5.0, layout: str = "", ranks: int = 0) -> Story:
-        """A new attempt that is ready after `start_s` with the state of step `at`; another `layout` is decided first."""
+    def launch(self, *overrides: str) -> Story:
+        """Somebody starts the run once more, with these values."""
+        self.config = config(*overrides)
+        self.layout = f"tp{self.config.parallel.tp} x pp{self.config.parallel.pp}"
+        self.ranks, plain = self.config.parallel.ranks, msgspec.to_builtins(self.config)
+        self._add(RunStarted(t=self.t, run_id="test", config=plain, layout=self.layout))
+        return self
+
+    def start(
+        self,
+        *,
+        at: int | None = None,
+        start_s: float = 5.0,
+        layout: str = "",
+        ranks: int = 0,
+        source: Any = "",
+        ready: bool = True,
+    ) -> Story:
+        """A new attempt, ready after `start_s` (or never) with the state of step `at`; another `layout` is decided first."""
         self.attempt += 1
         self.step = self.step if at is None else at
         if layout and layout != self.layout:
             change = {"path": "parallel.ranks", "old": self.ranks, "new": ranks}
             self._add(LayoutChosen(t=self.t, ranks=ranks, layout=layout, was=self.layout, reason="told to", changes=(change,)))
         self.layout, self.ranks = layout or self.layout, ranks or self.ranks
-        source = "memory" if self.attempt else "init"
+        source = source or ("memory" if self.attempt else "init")
         self._add(AttemptStarted(t=self.t, attempt=self.attempt, layout=self.layout, ranks=self.ranks, source=source,
                                  restored_step=self.step))  # fmt: skip
         self.t += start_s
-        self._add(Ready(t=self.t, attempt=self.attempt, step=self.step))
+        if ready:
+            self._add(Ready(t=self.t, attempt=self.attempt, step=self.step))
         return self
 
     def steps(

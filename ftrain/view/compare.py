@@ -13,17 +13,16 @@ from typing import Any
 
 import msgspec
 
+from ftrain.config import Config
 from ftrain.load import Change, changes
 from ftrain.units import plural
 from ftrain.view.learning import Learning, learning
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import change, median, show
+from ftrain.view.past import UNTOLD, Turn, turns
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
 from ftrain.view.suggest import Suggestion, suggestions
-
-UNTOLD = ("run.url", "run.local_dir")
-"""Fields that differ between any two runs and explain nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +51,9 @@ class Side:
     """One run and what follows from its record."""
 
     run: Recorded
+    config: Config | None
+    """Of the attempt whose steps were measured: a later start may have failed with another."""
+    turns: tuple[Turn, ...]
     measured: Measured
     predicted: Predicted | None
 
@@ -75,24 +77,26 @@ class Comparison:
             "rows": {row.key: row.as_dict() for row in self.rows},
             "learning": msgspec.to_builtins(self.learning),
             "config": [msgspec.to_builtins(item) for item in self.config],
+            "turns": {"a": msgspec.to_builtins(self.a.turns), "b": msgspec.to_builtins(self.b.turns)},
             "suggestions": [msgspec.to_builtins(item) for item in self.suggestions],
         }
 
 
 def side(run: Recorded) -> Side:
     """A run with its measurements and the planner's predictions."""
-    found = measured(run)
+    found, config = measured(run), run.trained
     try:
-        predicted = predict(run.config, sequences=found.sequences) if run.config else None
+        predicted = predict(config, sequences=found.sequences) if config else None
     except ValueError:  # the planner refuses what ran: `ftrain plan` says why, and what was measured is compared all the same
         predicted = None
-    return Side(run=run, measured=found, predicted=predicted)
+    return Side(run=run, config=config, turns=turns(run), measured=found, predicted=predicted)
 
 
 def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", "")) -> Comparison:
     """Lay two runs side by side. `identities`: of their corpora, as the checkpoints have them; empty where there is none."""
     one, two = side(a), side(b)
-    differ = tuple(item for item in (changes(a.config, b.config) if a.config and b.config else ()) if item.path not in UNTOLD)
+    known = one.config is not None and two.config is not None
+    differ = tuple(_differ(one.config, two.config))
     learnt = learning(a, b, corpora=_corpora(differ, identities))
     return Comparison(
         a=one,
@@ -101,8 +105,13 @@ def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", ""))
         learning=learnt,
         config=differ,
         suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ,
-                                      beside=_beside(one, two) if a.config and b.config else None)),
+                                      beside=_beside(one, two) if known else None)),
     )  # fmt: skip
+
+
+def _differ(a: Config | None, b: Config | None) -> Iterable[Change]:
+    """Fields that explain something."""
+    return (item for item in (changes(a, b) if a and b else ()) if item.path not in UNTOLD)
 
 
 def _beside(a: Side, b: Side) -> str:
@@ -110,11 +119,9 @@ def _beside(a: Side, b: Side) -> str:
     ran = [_newest(of) for of in (a, b)]
     if ran[0] != ran[1]:
         return f"they ran in other layouts ({ran[0] or 'none'} and {ran[1] or 'none'})"
-    stops = {name: len(of.run.report.interruptions) for name, of in (("A", a), ("B", b))}
-    if not any(stops.values()):
-        return ""
-    said = " and ".join(f"{name} was interrupted ({plural(n, 'interruption')})" for name, n in stops.items() if n)
-    return f"{said}, or because the machine was unequal"
+    name, slower = ("A", a) if (a.measured.tokens_per_s or 0.0) < (b.measured.tokens_per_s or 0.0) else ("B", b)
+    stops = len(slower.run.report.interruptions)  # those of the faster one have not made it faster
+    return f"{name} was interrupted ({plural(stops, 'interruption')}), or because the machine was unequal" if stops else ""
 
 
 CORPORA = ("data.sources", "data.tokenizer", "data.heldout_fraction")
@@ -137,13 +144,13 @@ def _rows(a: Side, b: Side) -> list[Row]:
 
 
 def _newest(of: Side) -> str:
-    """The layout of the newest attempt."""
-    return of.run.report.attempts[-1].layout if of.run.report.attempts else ""
+    """The layout of the newest attempt that did a step."""
+    return of.run.newest.layout if of.run.newest else ""
 
 
 def _layout(a: Side, b: Side) -> list[Row]:
     return [
-        Row(key="layout", label="layout", unit="", a=_newest(a), b=_newest(b), how="of the newest attempt"),
+        Row(key="layout", label="layout", unit="", a=_newest(a), b=_newest(b), how="of the newest attempt that did a step"),
         Row(key="steps", label="steps in the final history", unit="count", a=len(a.run.steps), b=len(b.run.steps),
             how="ledger"),
         Row(key="tokens_per_update", label="tokens of an update", unit="tokens", a=a.measured.tokens_per_update,
@@ -232,11 +239,22 @@ def lines(found: Comparison) -> list[str]:
     """The comparison as text; rows that neither run has a value for are left out."""
     told = [f"A  {found.a.run.url}", f"B  {found.b.run.url}", "", *_table(found), "", *_learnt(found.learning), ""]
     told += ["config" if found.config else "config: no difference"]
-    told += [f"  {item.path}: {item.old!r} -> {item.new!r}" for item in found.config]
+    told += [f"  {_changed(item)}" for item in found.config]
+    told += [line for name, of in (("A", found.a), ("B", found.b)) for line in _turned(name, of.turns)]
     told += ["", "what to do next"]
     for item in found.suggestions:
         told += [f"  {item.text}", *(f"      {line}" for line in item.evidence)]
     return told
+
+
+def _changed(item: Change) -> str:
+    return f"{item.path}: {item.old!r} -> {item.new!r}"
+
+
+def _turned(name: str, made: Iterable[Turn]) -> list[str]:
+    """That a run's steps were not all done under the config that is compared."""
+    rows = [f"    from step {turn.step} on  {', '.join(map(_changed, turn.changes))}" for turn in made]
+    return [f"  {name}'s steps were done under several configs; compared is the newest of them", *rows] if rows else []
 
 
 def _table(found: Comparison) -> list[str]:
@@ -256,10 +274,13 @@ def _change(row: Row) -> str:
 def _learnt(learnt: Learning) -> list[str]:
     kind = "" if learnt.first_difference is None else ": rounding" if learnt.is_rounding else ": more than rounding"
     told = [f"loss: {learnt.verdict}{kind}"]
+    told += [f"  {learnt.origins.text}"] if learnt.origins.same and learnt.origins.text else []
     if learnt.last_common_step:
         told.append(f"  at step {learnt.last_common_step}: {show(learnt.a_at_step, '')} and {show(learnt.b_at_step, '')}")
     if learnt.common_tokens:
         material = "of different texts" if learnt.corpora else "the same material, whatever an update holds"
+        if not learnt.origins.same:
+            material = "of each run's own steps: not the same material, for the states before them differ"
         told.append(
             f"  after {show(learnt.common_tokens, 'tokens')} tokens: {show(learnt.a_at_tokens, '')} and "
             f"{show(learnt.b_at_tokens, '')} ({material})"

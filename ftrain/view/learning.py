@@ -12,6 +12,7 @@ from bisect import bisect_right
 from msgspec import Struct
 
 from ftrain.units import plural
+from ftrain.view.past import Origins, origins
 from ftrain.view.record import Recorded
 
 ROUNDING = 2.0**-8
@@ -35,6 +36,8 @@ class Learning(Struct, frozen=True, kw_only=True):
     b_at_tokens: float | None
     corpora: str
     """What tells that the runs learn from different texts; empty if nothing does."""
+    origins: Origins
+    """What they began with: where that differs, no losses are of the same material."""
     is_rounding: bool
     """The same updates, and no loss differs by more than rounding."""
     verdict: str
@@ -45,7 +48,9 @@ def learning(a: Recorded, b: Recorded, *, corpora: str = "") -> Learning:
     losses = [{done.record.step: done.record.loss for done in run.steps} for run in (a, b)]
     common = sorted(losses[0].keys() & losses[1].keys())
     tokens = [run.tokens_by_step() for run in (a, b)]
-    same = bool(common) and not corpora and all(_tokens(a, step) == _tokens(b, step) for step in (common[0], common[-1]))
+    began = origins(a, b)
+    alike = began.same and not corpora
+    same = bool(common) and alike and all(_tokens(a, step) == _tokens(b, step) for step in (common[0], common[-1]))
     gaps = {step: _gap(losses[0][step], losses[1][step]) for step in common}
     first = next((step for step, gap in gaps.items() if gap), None)
     least = min((max(found.values(), default=0) for found in tokens), default=0)
@@ -63,7 +68,8 @@ def learning(a: Recorded, b: Recorded, *, corpora: str = "") -> Learning:
         a_at_tokens=at[0],
         b_at_tokens=at[1],
         corpora=corpora,
-        verdict=_other_texts(corpora) if corpora else _verdict(same, first, gaps),
+        origins=began,
+        verdict=_verdict(same, first, gaps) if alike else _unlike(corpora, began),
         is_rounding=same and all(_relative(losses[0][step], losses[1][step]) <= ROUNDING for step in common),
     )
 
@@ -89,6 +95,18 @@ def _at(run: Recorded, tokens: dict[int, int], least: int) -> float | None:
         return None
     totals = [tokens[done.record.step] for done in run.steps]
     return run.steps[max(0, bisect_right(totals, least) - 1)].record.loss
+
+
+def _unlike(corpora: str, began: Origins) -> str:
+    """Why no two losses of theirs can be compared."""
+    return "; ".join(([] if began.same else [_other_origins(began)]) + ([_other_texts(corpora)] if corpora else []))
+
+
+def _other_origins(began: Origins) -> str:
+    return (
+        f"the runs did not begin with the same state ({began.text}): what was learnt before stands behind every loss, at equal"
+        " steps and after equal numbers of tokens. Nothing follows from a difference; begin both with one state"
+    )
 
 
 def _other_texts(corpora: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftrain.config import Config
 from ftrain.view.numbers import Median, median
 from ftrain.view.record import Done, Recorded
 
@@ -90,15 +91,15 @@ class Measured:
 
 
 def measured(run: Recorded) -> Measured:
-    """The measurements of a run's newest layout and newest batch: earlier ones (of a ramp) had other steps."""
-    attempts, (here, steps) = run.report.attempts, _newest(run)
+    """The measurements of a run's newest layout, settings of a step and batch: earlier ones (of a ramp) had other steps."""
+    newest, (here, steps) = run.newest, _newest(run)
     tokens = median([done.record.tokens for done in here])
     times = _times(run, steps)
     return Measured(
         step=median([done.seconds for done in steps]),
         tokens_per_update=round(tokens.value) if tokens else None,
         sequences=here[-1].record.sequences if here else 0,
-        ranks=attempts[-1].ranks if attempts else 1,
+        ranks=newest.ranks if newest else 1,
         mean=_medians([line["mean"] for line in times]),
         worst=_medians([{bucket: most[1] for bucket, most in line["worst"].items()} for line in times]),
         memory=tuple(_memory(times)),
@@ -115,13 +116,24 @@ def memory_of(run: Recorded) -> tuple[RankMemory, ...]:
 
 
 def _newest(run: Recorded) -> tuple[list[Done], list[Done]]:
-    """Steps of the newest layout and batch: all of them, and without those that were the first of an attempt."""
-    attempts = run.report.attempts
-    layout = attempts[-1].layout if attempts else ""
-    of_layout = {row.attempt for row in attempts if row.layout == layout}
-    here = [done for done in run.steps if done.attempt in of_layout]
+    """Steps as the newest one, in layout, settings and batch: all of them, and without those that were the first of an attempt.
+    An attempt that did no step (a start that failed) is not the newest, whatever it was to be."""
+    newest, config = run.newest, run.trained
+    alike = {
+        row.attempt for row in run.report.attempts
+        if newest and row.layout == newest.layout and _times_alike(run.configs.get(row.attempt), config)
+    }  # fmt: skip
+    here = [done for done in run.steps if done.attempt in alike]
     batch = [done for done in here if done.record.sequences == here[-1].record.sequences]
     return batch, [done for done in warm(here) if done.record.sequences == here[-1].record.sequences]
+
+
+def _times_alike(one: Config | None, other: Config | None) -> bool:
+    """Whether a step takes as long under both, as far as a config can tell; one that is not on record is taken to."""
+    if one is None or other is None:
+        return True
+    sizes = (one.model, one.batch, one.parallel, one.machine, one.data.seq_len)
+    return sizes == (other.model, other.batch, other.parallel, other.machine, other.data.seq_len)
 
 
 def _times(run: Recorded, steps: Iterable[Done]) -> list[dict[str, Any]]:

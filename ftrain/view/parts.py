@@ -48,11 +48,12 @@ def parts(run: Recorded) -> list[Part]:
 def _part(run: Recorded, key: tuple[str, int, int], attempts: list[int]) -> Part:
     """Of these attempts alone. A line of metrics may be written when the next layout is chosen already: its attempt counts."""
     rows = [row for row in run.report.attempts if row.attempt in attempts]
+    steps = tuple(done for done in run.steps if done.attempt in attempts)
     only = replace(
         run,
-        config=run.configs.get(attempts[-1]),
+        config=run.configs.get(steps[-1].attempt if steps else attempts[-1]),  # a later start may have failed with another
         report=structs.replace(run.report, attempts=rows),
-        steps=tuple(done for done in run.steps if done.attempt in attempts),
+        steps=steps,
         metrics=tuple({**line, "layout": key[0]} for line in run.metrics if line.get("attempt") in attempts),
     )
     return Part(layout=key[0], ranks=key[1], micro_batch=key[2], attempts=tuple(attempts), run=only)

@@ -32,7 +32,7 @@ from recovery.events import (
     StepRecord,
     steps_of,
 )
-from recovery.report import Report, report
+from recovery.report import AttemptRow, Report, report
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,18 @@ class Recorded:
     changes: tuple[ConfigChanged, ...]
     metrics: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl that belong to the final history; empty if that file is not on this machine."""
+
+    @property
+    def newest(self) -> AttemptRow | None:
+        """The attempt that did the newest step: a later one may have failed before it did any. Without steps: the last one."""
+        rows = self.report.attempts
+        last = self.steps[-1].attempt if self.steps else None
+        return next((row for row in rows if row.attempt == last), rows[-1] if rows else None)
+
+    @property
+    def trained(self) -> Config | None:
+        """The config of that attempt, as far as the ledger tells it: the one that measurements are of."""
+        return self.configs.get(self.newest.attempt, self.config) if self.newest else self.config
 
     def tokens_by_step(self) -> dict[int, int]:
         """Step -> tokens learnt from when it was finished. A run that began elsewhere counts from its own first step."""

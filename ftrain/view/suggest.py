@@ -76,9 +76,9 @@ def suggestions(
         yield several
     found = list(_costs(b, predicted[1]))
     if timed or beside is None or a.ranks != b.ranks:
-        yield _verdict(a, b, timed, trusted=not trouble)
+        yield _verdict(a, b, timed, trusted=not trouble and learnt.origins.same)
     else:
-        yield _alike(a, b, beside, [item.path for item in config])
+        yield _alike(a, b, beside, config)
     yield from found
 
 
@@ -86,6 +86,8 @@ def _results(learnt: Learning, timed: Sequence[Change]) -> Suggestion | None:
     """Off and on must learn the same; a switch that promises the same bits is held to it."""
     paths = [item.path for item in timed]
     if not learnt.same_updates or learnt.first_difference is None or not paths:
+        return None
+    if any(path.startswith(OTHER_WORK) for path in paths):  # they are to learn something else
         return None
     evidence = (f"{learnt.verdict}", f"changed: {', '.join(paths)}")
     if all(path in SAME_BITS for path in paths):
@@ -161,9 +163,9 @@ def _spans(a: Measured, b: Measured) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _alike(a: Measured, b: Measured, beside: str, differ: Sequence[str]) -> Suggestion:
+def _alike(a: Measured, b: Measured, beside: str, differ: Sequence[Change]) -> Suggestion:
     """Of two runs whose steps are configured alike: whatever their times are, no setting of a step is to thank for it.
-    `differ`: fields that do not change what a step computes."""
+    `differ`: fields that do not change what a step computes; faults can only have made slower whoever had them."""
     if a.step is None or b.step is None or not a.tokens_per_s or not b.tokens_per_s:
         return _NO_STEP
     name, gain = ("B", b.tokens_per_s / a.tokens_per_s - 1) if b.tokens_per_s > a.tokens_per_s else (
@@ -173,7 +175,8 @@ def _alike(a: Measured, b: Measured, beside: str, differ: Sequence[str]) -> Sugg
         text = f"nothing follows: {same}, and the difference of the steps lies within their noise"
     else:
         cause = beside or "the machine was unequal (other load, other hardware)"
-        cause += f", or because of what differs beside the steps ({', '.join(differ)})" * bool(differ)
+        paths = [item.path for item in differ if item.path != "faults" or (item.old if name == "B" else item.new)]
+        cause += f", or because of what differs beside the steps ({', '.join(paths)})" * bool(paths)
         text = f"nothing follows: {same}. {name} had {100 * gain:.1f} % more tokens per second because {cause}"
     return Suggestion(about="speed", text=text, evidence=_spans(a, b))
 

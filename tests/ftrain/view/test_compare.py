@@ -74,12 +74,81 @@ def test_nothing_follows_from_two_runs_with_the_same_settings() -> None:
     assert text.endswith("because the machine was unequal (other load, other hardware)")
     assert "within their noise" in about(laid(plain(seconds=noisy).events, plain(seconds=noisy).events), "speed").text
 
-    broken = Story(config()).start().steps(20, seconds=0.8).die().start().steps(20, seconds=0.8)
-    assert "because B was interrupted (1 interruption), or because the machine" in about(laid(a, broken.events), "speed").text
     other = Story(config(), layout="tp1 x pp4").start().steps(40, seconds=0.8)
     assert "they ran in other layouts (tp1 x pp1 and tp1 x pp4)" in about(laid(a, other.events), "speed").text
     saved = plain("checkpoint.every_steps=70", seconds=0.8)
     assert "differs beside the steps (checkpoint.every_steps)" in about(laid(a, saved.events), "speed").text
+
+
+def test_what_makes_slower_is_no_reason_for_more_speed() -> None:
+    """An interruption, and a fault that was injected, are causes where the slower run had them, and nowhere else."""
+    kill = 'faults=[{kind="kill", at="step", step=20, rank=1}]'
+
+    def broken(seconds: float) -> Sequence[Event]:
+        return Story(config(kill)).start().steps(20, seconds=seconds).die().start().steps(20, seconds=seconds).events
+
+    whole = plain(seconds=1.0).events
+    for a, b in ((whole, broken(0.8)), (broken(0.8), whole)):
+        text = about(laid(a, b), "speed").text
+        assert text.endswith("25.0 % more tokens per second because the machine was unequal (other load, other hardware)")
+    for name, a, b in (("B", whole, broken(1.25)), ("A", broken(1.25), whole)):
+        text = about(laid(a, b), "speed").text
+        assert f"because {name} was interrupted (1 interruption), or because the machine was unequal" in text
+        assert text.endswith("differs beside the steps (faults)")
+
+
+def test_the_config_compared_is_that_of_the_attempts_whose_steps_are_measured() -> None:
+    """A start that failed has trained nothing: its settings and its layout explain no figure, and predict none."""
+    failed = plain().launch("parallel.pp=2", "parallel.ranks=8", "machine.device=cuda", "machine.hardware=h100")
+    failed.start(source="storage", ready=False).die()
+    found = laid(failed.events, plain().events)
+    assert found.config == ()
+    assert "nothing follows" in about(found, "speed").text
+    for key in ("layout", "step_s", "tokens_per_s_rank", "step_predicted_s", "memory_predicted"):
+        one, two = row(found, key)
+        assert one == two, key
+    assert not any("cuda" in line for line in lines(found))
+
+
+def test_steps_that_were_done_under_several_configs_are_said_to_be_so() -> None:
+    story = plain().launch("optimizer.lr=5e-4").start(source="storage").steps(10)
+    found = laid(story.events, plain().events)
+    assert [(item.path, item.old, item.new) for item in found.config] == [("optimizer.lr", 5e-4, 1e-3)]
+    at = lines(found).index("  A's steps were done under several configs; compared is the newest of them")
+    assert lines(found)[at + 1] == "    from step 41 on  optimizer.lr: 0.001 -> 0.0005"
+    assert found.as_dict()["turns"]["a"][0]["step"] == 41
+    assert not any("several configs" in line for line in lines(laid(plain().events, plain().events)))
+
+
+def test_measured_are_the_steps_under_the_settings_that_are_compared() -> None:
+    story = plain(seconds=1.0).launch("machine.threads=2").start(source="storage").steps(30, seconds=0.5)
+    assert row(laid(story.events, story.events), "step_s") == pytest.approx((0.5, 0.5))
+    slower = plain(seconds=1.0).launch("optimizer.lr=5e-4").start(source="storage").steps(30, seconds=0.5)  # no other step
+    assert row(laid(slower.events, slower.events), "step_s") == pytest.approx((1.0, 1.0))
+
+
+def test_runs_that_began_with_other_states_are_said_to_be_so_and_nothing_is_blamed() -> None:
+    """Behind the losses of a run with --from there are steps that this run has not done."""
+    forked = Story(config("machine.threads=2")).start(at=20, source="storage").steps(20, seconds=0.8, loss=lambda step: 9.0)
+    found = laid(plain(seconds=1.0).events, forked.events)
+    text = "\n".join(lines(found))
+    assert "A began with initial values, B began with the state of step 20 of another run's checkpoint (--from)" in text
+    assert not found.learning.same_updates
+    assert found.learning.first_difference is None
+    assert "the same material, whatever" not in text
+    assert "certify" not in text
+    assert about(found, "speed").text.startswith("once the results agree, prefer B (machine.threads = 2)")
+    assert found.as_dict()["learning"]["origins"]["same"] is False
+
+    both = laid(forked.events, forked.events)  # may be of one checkpoint, which is the usual way to try a switch
+    assert both.learning.same_updates
+    assert any("whether it is the same one is not recorded" in line for line in lines(both))
+    assert "began with" not in "\n".join(lines(laid(plain().events, plain().events)))
+
+
+def test_another_learning_rate_is_no_bug_to_be_found() -> None:
+    other = Story(config("optimizer.lr=5e-4")).start().steps(40, loss=lambda step: 1.1 * fading(step))
+    assert [item.about for item in laid(plain().events, other.events).suggestions][:1] == ["speed"]
 
 
 def test_what_differs_is_named_and_the_urls_are_not() -> None:

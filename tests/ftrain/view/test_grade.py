@@ -73,6 +73,13 @@ def test_each_layout_is_graded_by_its_own_prediction_and_its_own_steps() -> None
     assert "steps 22 to 42" in narrow.heading
 
 
+def test_a_start_that_failed_predicts_nothing_of_the_steps_before_it() -> None:
+    story = Story(config("parallel.pp=2", *H100)).start().steps(20).launch("parallel.pp=2", "model.ffn=8192")
+    (found,) = grades(recorded("runs/a", story.start(source="storage", ready=False).die().end().events))
+    assert row(found, "memory", 0)[0] == row(graded(*H100), "memory", 0)[0]
+    assert found.hardware == "h100"
+
+
 def test_a_ramp_is_graded_by_the_steps_of_its_newest_batch_and_a_prediction_for_it() -> None:
     ramped = config(
         "batch.global_batch=32", "batch.ramp=[{global_batch=8, tokens=100000}, {global_batch=16, tokens=200000}]", *H100

@@ -1,0 +1,68 @@
+"""What lies behind a run's steps: the state that its first one began with, and the configs that they were done under.
+
+A comparison that does not know this takes a corpus of another run for the same material, and a setting that never did a step
+for the cause of a difference.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ftrain.load import Change, changes
+from ftrain.view.record import Recorded
+
+UNTOLD = ("run.url", "run.local_dir")
+"""Fields that differ between any two runs and explain nothing."""
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """From `step` on, in the final history, the run had other settings than before."""
+
+    step: int
+    changes: tuple[Change, ...]
+
+
+class Origins(Struct, frozen=True, kw_only=True):
+    """Whether two runs began alike, as far as their ledgers tell, and how they began; empty if both with initial values."""
+
+    same: bool = True
+    text: str = ""
+
+
+def turns(run: Recorded) -> tuple[Turn, ...]:
+    """Where the settings of its steps changed, ascending: by hand, by a resize, or on what was left of lost GPUs."""
+    found = list[Turn]()
+    before = run.configs.get(run.steps[0].attempt) if run.steps else None
+    for done in run.steps:
+        now = run.configs.get(done.attempt, before)
+        if before is not None and now is not None and now is not before:
+            made = tuple(item for item in changes(before, now) if item.path not in UNTOLD)
+            found += [Turn(step=done.record.step, changes=made)] * bool(made)
+        before = now
+    return tuple(found)
+
+
+def origins(a: Recorded, b: Recorded) -> Origins:
+    """How two runs began. A ledger tells the step of a state that came from elsewhere, not whose it was."""
+    one, two = _elsewhere(a), _elsewhere(b)
+    if one is None and two is None:
+        return Origins()
+    if one == two:
+        state = f"the state of step {one} of a checkpoint from elsewhere"
+        return Origins(text=f"both began with {state}; whether it is the same one is not recorded")
+    how = (f"{name} began with {_state(step)}" for name, step in (("A", one), ("B", two)))
+    return Origins(same=False, text=", ".join(how))
+
+
+def _elsewhere(run: Recorded) -> int | None:
+    """The step of the state that a run did not make itself and began with; None: there was none, or it is not told."""
+    first = run.report.attempts[0] if run.report.attempts else None
+    return first.restored_step if first and first.source != "init" else None
+
+
+def _state(step: int | None) -> str:
+    return (
+        "initial values"
+        if step is None
+        else f"the state of step {step} of another run's checkpoint (--from) or an imported one"
+    )
