@@ -101,10 +101,8 @@ def steps_done(state: RunState) -> int:
 
 
 def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, verdict_id: str) -> Decision:
-    history = journal.state.history  # without this interruption
     classified = events.InterruptionClassified(t=time.time(), attempt=number, verdict_id=verdict_id, verdict=verdict)
-    journal.append(classified)
-    decision = decide(verdict, history, limits, doubted=journal.state.doubted(number))
+    decision = decide(verdict, journal.state.history, limits, doubted=journal.state.doubted(number))
     decided = events.Decided(
         t=time.time(),
         attempt=number,
@@ -115,7 +113,7 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
         differently=decision.differently,
         skip=decision.skip,
     )
-    journal.append(decided)
+    journal.append(classified, decided)  # together: who dies between them would have it judged twice
     return decision
 
 

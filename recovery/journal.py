@@ -23,8 +23,8 @@ COPIED_AT = (CheckpointCommitted, Ready)
 class EventWriter(Protocol):
     """What the coordinator needs of a ledger (recovery.ledger.Ledger is one)."""
 
-    def append(self, event: Event) -> None:
-        """Record the event; a decision is durable on return."""
+    def append(self, *together: Event) -> None:
+        """Record the events, all or none; a decision is durable on return."""
 
     def rotate(self) -> None:
         """Close what was written so far, so that it can be copied to storage."""
@@ -41,19 +41,20 @@ class Journal:
         self.state = state
         self._ledger = ledger
         self._on_event = on_event
-        self._unwritten: deque[Event] = deque()
+        self._unwritten: deque[tuple[Event, ...]] = deque()
 
-    def append(self, event: Event) -> None:
-        """Record one event."""
-        self._unwritten.append(event)
-        if self.write() and isinstance(event, COPIED_AT):
+    def append(self, *together: Event) -> None:
+        """Record an event, or several of which nobody may ever see only the first."""
+        self._unwritten.append(together)
+        if self.write() and any(isinstance(event, COPIED_AT) for event in together):
             self._ledger.rotate()
-        self.state = apply(self.state, event)
-        if self._on_event is not None:
-            self._on_event(event)
+        for event in together:
+            self.state = apply(self.state, event)
+            if self._on_event is not None:
+                self._on_event(event)
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Record several."""
+        """Record several, one by one."""
         for event in events:
             self.append(event)
 
@@ -66,8 +67,9 @@ class Journal:
         """Write what is not written yet; whether nothing is left."""
         try:
             while self._unwritten:
-                self._ledger.append(self._unwritten[0])
+                self._ledger.append(*self._unwritten[0])
                 self._unwritten.popleft()
         except OSError as error:
-            log.error("the ledger cannot be written, %d events wait in memory: %s", len(self._unwritten), error)
+            waiting = sum(map(len, self._unwritten))
+            log.error("the ledger cannot be written, %d events wait in memory: %s", waiting, error)
         return not self._unwritten

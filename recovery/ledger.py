@@ -67,12 +67,12 @@ class Ledger:
         """Why the last upload failed; empty when all is well."""
         return self._uploader.last_error if self._uploader is not None else ""
 
-    def append(self, event: Event) -> None:
-        """Atomic: the whole line is in the file or, after an OSError, none of it. Durable on return if it is a decision."""
-        line = encode_line(event)
+    def append(self, *together: Event) -> None:
+        """Atomic: all of it is in the file or, after an OSError, none. Durable on return if a decision is among it."""
+        lines = b"".join(encode_line(event) for event in together)
         fd = self._open()
-        self._size = append_whole(fd, line, self._size)
-        if isinstance(event, DECISIONS):
+        self._size = append_whole(fd, lines, self._size)
+        if any(isinstance(event, DECISIONS) for event in together):
             os.fdatasync(fd)
         if self._size >= self._segment_bytes:
             self.rotate()

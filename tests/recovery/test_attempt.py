@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -15,11 +16,14 @@ from recovery.crew import Worker
 from recovery.endings import ending_of
 from recovery.events import CheckpointCommitted, Ready, StopRequested, Verdict
 from recovery.evidence import Evidence
+from recovery.files import append_whole
 from recovery.heartbeat import Beat
+from recovery.inquiry import judge
 from recovery.journal import Journal
+from recovery.ledger import Ledger, read_all
 from recovery.messages import AgentHello, Exited, FromKeeper, Spawned, WorkerInfo, WorkerSpec
 from recovery.outbox import Outbox
-from recovery.policy import Decision
+from recovery.policy import Decision, Limits
 from recovery.state import RunState
 
 
@@ -194,10 +198,10 @@ class FullDisk:
         self.full = False
         self.lines: list[str] = []
 
-    def append(self, event) -> None:
+    def append(self, *together) -> None:
         if self.full:
             raise OSError(28, "No space left on device")
-        self.lines.append(type(event).__name__)
+        self.lines += [type(event).__name__ for event in together]
 
     def rotate(self) -> None:
         self.lines.append("rotate")
@@ -220,6 +224,29 @@ def test_a_full_disk_delays_the_ledger_but_not_the_run():
     journal.close()
     assert disk.lines == ["Ready", "rotate", "StopRequested", "CheckpointCommitted", "rotate", "close"]
     assert [type(event).__name__ for event in seen] == ["Ready", "StopRequested", "CheckpointCommitted"]
+
+
+def test_whenever_a_coordinator_dies_its_verdict_has_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its successor would judge the same deaths a second time, and count two interruptions."""
+    written: list[list[str]] = []
+
+    def looked_at(fd: int, data: bytes, size: int) -> int:
+        grown = append_whole(fd, data, size)
+        written.append([type(event).__name__ for event in read_all(tmp_path)])
+        return grown
+
+    monkeypatch.setattr("recovery.ledger.append_whole", looked_at)
+    with Ledger(tmp_path, None, 1) as ledger:
+        ended = attempt_with()
+        for rank in range(3):
+            ended.exited(exited(rank, 1))
+        evidence = ended.complete(Evidence(), (), "n1")
+        journal = Journal(ledger, RunState())
+        judge(
+            journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, incidents=tmp_path / "incidents"
+        )
+    assert written == [["InterruptionClassified", "Decided"]]
+    assert [past.action for past in journal.state.interruptions] == ["restart"]
 
 
 def test_the_age_of_a_beat_goes_on_after_it_was_looked_at() -> None:

@@ -22,8 +22,8 @@ class Book:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def append(self, event: Event) -> None:
-        self.events.append(event)
+    def append(self, *together: Event) -> None:
+        self.events += together
 
     def rotate(self) -> None:
         """Nothing is copied."""
