@@ -242,9 +242,7 @@ def test_whenever_a_coordinator_dies_its_verdict_has_a_decision(tmp_path: Path, 
             ended.exited(exited(rank, 1))
         evidence = ended.complete(Evidence(), (), "n1")
         journal = Journal(ledger, RunState())
-        judge(
-            journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, incidents=tmp_path / "incidents"
-        )
+        judge(journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, incidents=tmp_path / "incidents")
     assert written == [["InterruptionClassified", "Decided"]]
     assert [past.action for past in journal.state.interruptions] == ["restart"]
 

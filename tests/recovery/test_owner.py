@@ -35,7 +35,7 @@ def test_the_record_names_this_process(tmp_path):
 
 def test_a_live_owner_is_named(tmp_path):
     held = claim(tmp_path)
-    with pytest.raises(HeldError, match=f"already running: process {os.getpid()} on .* `ftrain watch` shows it, `ftrain stop` ends it"):
+    with pytest.raises(HeldError, match=f"process {os.getpid()} on .* `ftrain watch` shows it, `ftrain stop` ends it"):
         claim(tmp_path)
     held.release()
     claim(tmp_path).release()
