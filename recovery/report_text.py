@@ -27,6 +27,7 @@ from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, Repor
 from recovery.verdict import own_words
 
 WIDTH = 80
+ATTEMPTS = ("attempt", "ranks", "from step", "ready in", "steps", "lost", "ended by")
 _SPEAKER = re.compile(r"\[rank(\d+)\]: ")
 _LABEL = re.compile(r" *(?:\S+ {2,}|\(\d+\) )")  # what stands before the text of a line: `cause      `, `(1) `
 _COMMAND = re.compile(r"command: |  go on  |  option .*: ftrain ")  # what somebody copies, and would copy with its breaks
@@ -40,7 +41,7 @@ def lines(report: Report) -> list[str]:
         *_buckets(report),
         "",
         "attempts",
-        *table(("attempt", "ranks", "from", "start", "steps", "lost", "ended by"), map(_attempt, report.attempts)),
+        *table(ATTEMPTS, map(_attempt, report.attempts)),
         *_layouts_of(report.attempts),
         "",
         *_layouts(report),
@@ -186,8 +187,9 @@ def _buckets(report: Report) -> Iterator[str]:
 
 def _attempt(row: AttemptRow) -> tuple[str, ...]:
     span = f"{row.first_step} to {row.last_step}" if row.first_step is not None else "none"
-    start = "never ready" if row.start_s is None else format_duration(row.start_s)
-    return (str(row.attempt), str(row.ranks), attempt_source(row), start, span, str(row.steps_lost), row.ended_by or "-")
+    start = "never" if row.start_s is None else format_duration(row.start_s)
+    source = attempt_source(row).replace(", step", "")  # which the heading says
+    return (str(row.attempt), str(row.ranks), source, start, span, str(row.steps_lost), row.ended_by or "-")
 
 
 def attempt_source(row: AttemptRow) -> str:
@@ -253,10 +255,11 @@ def _checkpoints(report: Report) -> Iterator[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first one left-aligned."""
+    """Columns as wide as their widest cell, left-aligned; closer together where a terminal would break the rows."""
     cells = [list(head), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH else " "
+    return ["  " + gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def fold(lines: Iterable[str], width: int = WIDTH) -> list[str]:

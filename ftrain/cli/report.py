@@ -93,8 +93,10 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     told_lines = (
         script.lines(command, run) if command else [*lines(run.report), *(["", *sizes] if (sizes := pace.lines(paced)) else [])]
     )
+    said = list[str]()  # why a row has no error, once for all layouts
     for of, time in zip(graded, times, strict=True) if not command else ():
-        told_lines += ["", *went.lines(time), "", *grade.lines(of)]
+        told_lines += ["", *went.lines(time), "", *grade.lines(of, said)]
+        said += grade.reasons_after(said, of)
     render.data("\n".join(fold([*told_lines, *(["", *packet.lines()] if packet else [])])))
 
 

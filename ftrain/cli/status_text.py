@@ -10,6 +10,7 @@ from ftrain.units import format_count, format_seconds, plural
 from recovery.durations import format_duration
 
 SHOWN_RANKS = 32
+BUSY = "counted from the first forward of a step to the start of its last backward, not all of its compute"
 OUTPUT = "output"  # the phase of a rank of which no more is known than that it writes
 
 
@@ -71,7 +72,7 @@ def _trouble(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         attempt = decision.get("attempt")
         yield "decided", f"{'' if attempt is None else f'after attempt {attempt}: '}{decision['action']}: {decision['reason']}"
     if facts.get("slowest"):
-        yield "slowest", str(facts["slowest"])
+        yield "slowest", f"{facts['slowest']}: {BUSY}"
     if run.get("collect_error"):
         yield "clean-up", f"failed: {run['collect_error']}"
     if run.get("storage_retries"):

@@ -6,7 +6,7 @@ says which assumption was wrong: a step predicted too short the kernel share, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,15 +217,17 @@ def keep(found: Grade, folder: Path) -> None:
         return
 
 
-def lines(found: Grade) -> list[str]:
-    """The grade as text; rows with neither side are left out, and why a row has no error stands below."""
+def lines(found: Grade, said: Sequence[str] = ()) -> list[str]:
+    """The grade as text; rows with neither side are left out, and why a row has no error stands below. `said`: notes that stand
+    below earlier tables, by whose numbers they are named here.
+    """
     of = f", {found.heading}" if found.heading else ""
     if found.note:
         return [f"predicted beside measured{of}: {found.note}"]
     told = [f"predicted beside measured{of} (hardware profile {profile_text(found)})"]
-    rows = [(label if stage is None else f"stage {stage}: {label}", *rest) for stage, label, *rest in cells(found)]
+    rows = [(label if stage is None else f"stage {stage}: {label}", *rest) for stage, label, *rest in cells(found, said)]
     told += table(HEAD, rows)
-    told += [f"  {note}" for note in notes(found)]
+    told += [f"  {note}" for note in notes(found, said)]
     if found.mfu is not None:
         told.append(f"  MFU {100 * found.mfu:.1f} % {found.mfu_of}")
     return told
@@ -236,22 +238,23 @@ def profile_text(found: Grade) -> str:
     return f"{found.hardware}, assumed" if found.assumed else found.hardware
 
 
-def cells(found: Grade) -> list[tuple[int | None, str, str, str, str]]:
+def cells(found: Grade, said: Sequence[str] = ()) -> list[tuple[int | None, str, str, str, str]]:
     """Of each row that says something: stage, label, predicted, measured, and the error or the number of a note."""
-    reasons = _reasons(found)
+    reasons = [*said, *reasons_after(said, found)]
     return [
         (row.stage, row.label, show(row.predicted, row.unit), show(row.measured, row.unit), _error_text(row, reasons))
         for row in shown(found)
     ]
 
 
-def notes(found: Grade) -> list[str]:
-    """Why rows have no error, by their numbers."""
-    return [f"({number}) {reason}" for number, reason in enumerate(_reasons(found), start=1)]
+def notes(found: Grade, said: Sequence[str] = ()) -> list[str]:
+    """Why rows have no error, by their numbers; those that were `said` keep theirs, and are not said again."""
+    return [f"({number}) {reason}" for number, reason in enumerate(reasons_after(said, found), start=len(said) + 1)]
 
 
-def _reasons(found: Grade) -> list[str]:
-    return list(dict.fromkeys(row.apart for row in shown(found) if row.apart))
+def reasons_after(said: Sequence[str], found: Grade) -> list[str]:
+    """Why rows of this grade have no error, without what was said already."""
+    return [reason for reason in dict.fromkeys(row.apart for row in shown(found)) if reason and reason not in said]
 
 
 def _error_text(row: GradeRow, reasons: list[str]) -> str:

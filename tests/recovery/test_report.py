@@ -118,7 +118,25 @@ def test_layouts_of_attempts_stand_below_their_table() -> None:
     rows[1] = msgspec.structs.replace(rows[1], layout="dp8")
     told = lines(msgspec.structs.replace(found, attempts=rows))
     assert told[told.index("  tp2 x cp1 x pp4 x dp16: attempt 0") + 1] == "  dp8: attempt 1"
-    assert "  0        2      init, step 0    9.0 s   1 to 3  1     unknown" in told
+    assert "  0        2      init 0     9.0 s     1 to 3  1     unknown" in told
+
+
+@pytest.mark.parametrize(
+    ("step", "ended_by"),
+    [(137, "user_interrupt"), (137, "object_store_throttle"), (13_700, "object_store_throttle"), (1_370_000, "user_interrupt")],
+)
+def test_rows_of_attempts_fit_a_terminal_and_what_ended_them_stands_below_its_heading(step: int, ended_by: str) -> None:
+    found = report(crashed_once())
+    rows = [
+        msgspec.structs.replace(row, source="storage", restored_step=step, first_step=step, last_step=2 * step, start_s=None)
+        for row in found.attempts
+    ]
+    rows[0].ended_by = ended_by
+    told = fold(lines(msgspec.structs.replace(found, attempts=rows)))
+    at = told.index("attempts") + 1
+    assert [len(row.split()) for row in told[at : at + 3]] == [10, 10, 10]  # one line each, with "from step" and "1 to 2"
+    assert told[at].index("ended by") == told[at + 1].index(ended_by)
+    assert max(map(len, told[at : at + 3])) <= WIDTH
 
 
 def test_the_decision_does_not_say_the_cause_again() -> None:
@@ -212,7 +230,7 @@ def test_steps_count_by_their_numbers_and_no_start_is_made_up() -> None:
     assert (found.buckets["productive"], found.buckets["discarded"]) == (50.0, 40.0 + 5.0)
     text = "\n".join(lines(found))
     assert "at least 92 steps finished, at least 41 of them lost and done again" in text
-    assert "storage, step not told" in text
+    assert "storage not told" in text
     assert "cost       at least 41 steps lost" in text
     story = "\n".join(explain(every_tenth(), 1))
     assert "step 9" not in story

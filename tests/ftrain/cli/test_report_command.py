@@ -42,6 +42,16 @@ def test_the_text_fits_a_terminal_of_80_columns_and_the_json_is_not_cut(tmp_path
     assert max(map(len, told.splitlines())) <= 80
 
 
+def test_why_a_prediction_has_no_error_is_said_once_for_all_layouts(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    story = Story(config(), layout="dp4").start().steps(5).die().start(layout="dp2", ranks=2).steps(5)
+    story.die().start(layout="dp1", ranks=1).steps(5).end().write(folder)
+    text = CliRunner().invoke(report, [str(folder)]).stdout
+    assert text.count("(1) not predicted: the hardware profile names no peak") == 1
+    steps = [line.split() for line in text.splitlines() if line.startswith("  step  ")]
+    assert [row[-1] for row in steps] == ["(1)"] * 3
+
+
 def test_page_and_json_may_both_be_had(run: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(report, [str(run), "--html", str(tmp_path / "report.html"), "--json"])
     assert json.loads(done.stdout)["step"] == 3

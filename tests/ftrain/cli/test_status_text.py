@@ -83,6 +83,7 @@ def test_what_is_wrong_is_told() -> None:
     said = told(workers=workers, run=run, slowest="rank 1 computes 2.00 times as long", taken_away="localhost/1: drained")
     for text in ("SIGKILL", "disk full", "3 requests", "two winners", "2.00 times"):
         assert text in said
+    assert "2.00 times as long: counted from the first forward of a step to the start of its last backward, not all" in said
     assert "localhost/1: drained (back with: ftrain admit 'runs/my run' PLACE)" in said
 
 
