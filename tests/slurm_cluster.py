@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.free_ports import later
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 PATIENCE_S = 30.0
 CONFIG = """
@@ -191,11 +193,10 @@ def _step_daemon(pid: int) -> int:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    found: list[int] = []
+    for _ in range(count):
+        found.append(later(taken=found))
+    return found
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import socket
 import sys
 import textwrap
 from multiprocessing.process import BaseProcess
@@ -20,6 +19,7 @@ import pytest
 
 from storage.local import LocalStore
 from storage.run import RunStore
+from tests.free_ports import later
 from tests.supervised import standing, supervised, until
 from tests.undisturbed import EXAMPLES, Ends, ends
 from tests.world import context
@@ -63,9 +63,7 @@ def _rank(rank: int, port: int, folder: Path, stops_at: int, stands_at: int) -> 
 
 def begun(folder: Path, *, stops_at: int = NOWHERE, stands_at: int = NOWHERE) -> list[BaseProcess]:
     """Two ranks of the script."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = later()
     ranks: list[BaseProcess] = [
         context.Process(target=_rank, args=(rank, port, folder, stops_at, stands_at), daemon=True) for rank in (0, 1)
     ]

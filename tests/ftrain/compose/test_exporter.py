@@ -11,6 +11,7 @@ import pytest
 from ftrain.compose.exporter import Exporter
 from recovery import events
 from recovery.events import encode_line
+from tests.free_ports import later
 
 
 @pytest.fixture
@@ -27,11 +28,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def test_the_last_edition_holds_what_the_ledger_holds(folder: Path) -> None:
     Exporter(folder).close()
     lines = (folder / "metrics.prom").read_text().splitlines()
@@ -42,7 +38,7 @@ def test_the_last_edition_holds_what_the_ledger_holds(folder: Path) -> None:
 
 def test_it_is_served_on_loopback(folder: Path) -> None:
     Exporter(folder).close()
-    port = free_port()
+    port = later()
     exporter = Exporter(folder, port=port)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
