@@ -58,8 +58,7 @@ def run(
             show_plan(config, as_json=as_json)
             check_data(config)
             return
-        from ftrain.compose import standing
-        from ftrain.compose.checks import before_start
+        from ftrain.compose import checks, standing
         from ftrain.compose.launch import checked, write
 
         launch = checked(
@@ -74,7 +73,7 @@ def run(
         if (done := standing.finished_step(config)) is not None:
             render.note(nothing_to_do(done, config.run.steps))
             return
-        warnings = before_start(config)  # first: of a start that is refused the run's folder knows nothing
+        warnings = checks.before_start(config)  # first: of a start that is refused the run's folder knows nothing
         folder = write(launch, config)
         for warning in (*warnings, *standing.reminders(config)):
             render.note(warning)
