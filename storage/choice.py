@@ -19,7 +19,7 @@ from storage.errors import AccessDenied, ConfigurationError
 from storage.fast import FastStore, ForkSafeStore
 from storage.objects import ObjectStore
 from storage.s3 import S3Options, S3Store
-from storage.s3_errors import Where
+from storage.s3_errors import CREDENTIALS, Where
 
 __all__ = ["choose_s3", "cloud_store", "has_obstore"]
 
@@ -111,8 +111,7 @@ def _credentials(options: S3Options) -> tuple[Callable[[], dict[str, Any]], str 
         session.set_credentials(options.key, options.secret, options.token)
     held = session.get_credentials()
     if held is None:
-        wanted = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give `key` and `secret`"
-        raise AccessDenied(f"no credentials were found. {wanted}")
+        raise AccessDenied(f"no credentials were found. {CREDENTIALS}")
 
     def provide() -> dict[str, Any]:
         frozen = held.get_frozen_credentials()

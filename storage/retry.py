@@ -11,19 +11,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
-from storage.errors import ExpiredCredentials, ObjectMissing, Throttled, Unavailable
+from storage.errors import ExpiredCredentials, ObjectMissing, StorageError, Throttled, Unavailable
 from storage.multipart import PartShape, stream_parts
 from storage.objects import MAX_OBJECT_BYTES, ByteRange, Bytes, BytesList, ObjectInfo, ObjectStore, Upload
 from storage.perprocess import PerProcess
 from storage.traffic import traffic
 from storage.wrapper import WrappingStore
 
-__all__ = ["PATIENT", "QUICK", "Backoff", "RetryPolicy", "RetryStats", "RetryingStore"]
+__all__ = ["PATIENT", "QUICK", "WATCHED", "Backoff", "RetryPolicy", "RetryStats", "RetryingStore"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,8 @@ class RetryPolicy:
     deadline_s: float
     throttled: Backoff
     unavailable: Backoff
+    at_first: "RetryPolicy | None" = None
+    """Instead, until the store has answered once: a person who named a wrong place should not wait for minutes to learn it."""
 
     def backoff(self, error: BaseException) -> Backoff:
         """The backoff for `error`, which is worth a retry."""
@@ -63,6 +65,9 @@ QUICK = RetryPolicy(
     unavailable=Backoff(attempts=3, first_s=0.2, most_s=1.0),
 )
 """For a person who waits for an answer."""
+
+WATCHED = replace(PATIENT, at_first=QUICK)
+"""For a command of a person: where nobody answers it ends in seconds; once it is at work it rides out as much as a run does."""
 
 
 @dataclass(slots=True)
@@ -102,6 +107,7 @@ class RetryingStore(WrappingStore):
         self.stats = RetryStats()
         self._shape = shape or PartShape()
         self._piece_bytes = piece_bytes
+        self._answered = False
         self._closed = threading.Event()
         self._sleep = sleep or self._closed.wait  # `close` ends the waits, so that a process can end while its store is away
         self._pool = PerProcess(lambda: ThreadPoolExecutor(self._shape.in_flight, thread_name_prefix="ftrain-store"))
@@ -219,6 +225,15 @@ class RetryingStore(WrappingStore):
         """The result of `call`, or the last error it raised, which says how long it was tried."""
         refreshed = False
 
+        def asked() -> T:
+            try:
+                found = call()
+            except StorageError as error:
+                self._answered |= not isinstance(error, Unavailable)
+                raise
+            self._answered = True
+            return found
+
         def again(error: BaseException) -> bool:
             nonlocal refreshed
             if isinstance(error, ExpiredCredentials) and not refreshed:
@@ -234,19 +249,21 @@ class RetryingStore(WrappingStore):
             retry=retry_if_exception(again),
             before_sleep=self._count,
             retry_error_callback=_give_up,
-        )(call)
+        )(asked)
+
+    @property
+    def _patience(self) -> RetryPolicy:
+        return self.policy if self._answered else self.policy.at_first or self.policy
 
     def _must_stop(self, state: RetryCallState) -> bool:
-        tries = self.policy.backoff(_error(state)).attempts
-        return (
-            self._closed.is_set()
-            or state.attempt_number >= tries
-            or (state.seconds_since_start or 0.0) >= self.policy.deadline_s
-        )
+        policy = self._patience
+        tries = policy.backoff(_error(state)).attempts
+        return self._closed.is_set() or state.attempt_number >= tries or (state.seconds_since_start or 0.0) >= policy.deadline_s
 
     def _wait_s(self, state: RetryCallState) -> float:
-        backoff = self.policy.backoff(_error(state))
-        left_s = self.policy.deadline_s - (state.seconds_since_start or 0.0)
+        policy = self._patience
+        backoff = policy.backoff(_error(state))
+        left_s = policy.deadline_s - (state.seconds_since_start or 0.0)
         return min(wait_random_exponential(multiplier=backoff.first_s, max=backoff.most_s)(state), max(left_s, 0.0))
 
     def _wait(self, seconds: float) -> None:

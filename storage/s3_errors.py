@@ -22,7 +22,7 @@ from storage.errors import (
     Unavailable,
 )
 
-__all__ = ["Where", "answered", "code_of", "translated"]
+__all__ = ["CREDENTIALS", "Where", "answered", "code_of", "translated"]
 
 _THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
 _THROTTLED |= {"RequestLimitExceeded", "RequestThrottled", "BandwidthLimitExceeded", "503", "ServiceUnavailable", "Busy"}
@@ -41,11 +41,17 @@ _REGION = {
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _DENIED = {
-    "InvalidAccessKeyId": "this server does not know the access key. Check `key` or AWS_ACCESS_KEY_ID, and the endpoint",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key. Check `secret` or AWS_SECRET_ACCESS_KEY",
-    "InvalidToken": "the session token is not valid. Check `token` or AWS_SESSION_TOKEN",
+    "InvalidAccessKeyId": "this server does not know the access key. Check AWS_ACCESS_KEY_ID or the profile, and the endpoint",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key. Check AWS_SECRET_ACCESS_KEY or the profile",
+    "InvalidToken": "the session token is not valid. Check AWS_SESSION_TOKEN or the profile",
     "RequestTimeTooSkewed": "the clocks of this machine and of the server differ too much. Set this machine's clock",
 }
+
+CREDENTIALS = (
+    "They come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, from a profile in ~/.aws/credentials (AWS_PROFILE, or "
+    "storage.profile in the config), or from a role of the machine"
+)
+"""What helps where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,7 @@ def _not_answered(error: Exception, where: Where) -> StorageError | None:
     parsers = import_module("botocore.parsers")
     reason = str(error) or type(error).__name__
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-        wanted = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give `key` and `secret`"
-        return AccessDenied(f"no credentials for {where.url}: {reason}. {wanted}", where.key)
+        return AccessDenied(f"no credentials for {where.url}: {reason}. {CREDENTIALS}", where.key)
     if isinstance(error, exceptions.SSLError):
         advice = "Give the certificate of its authority as `ca_bundle` or AWS_CA_BUNDLE"
         return ConfigurationError(f"{where.endpoint} cannot be trusted: {reason}. {advice}", where.key)

@@ -47,12 +47,11 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
 
     from ftrain.cli.ckpt import opened
     from ftrain.compose.exchange import export
-    from ftrain.compose.paths import absolute_url
-    from storage.objects import open_store
+    from ftrain.compose.stores import open_place
 
     base, step = split_step(url)
     with opened(base) as run:
-        target = open_store(absolute_url(destination))
+        target = open_place(destination)
         try:
             done = export(run.open(step), form, target, dtype=dtype, state=state, compress=compress)
         finally:
@@ -155,12 +154,11 @@ def view_command(url: str, arrays: tuple[str, ...], folder: str | None, as_json:
       ftrain ckpt view s3://bucket/big@1000 master/layers.7.attention.wq --to views
     """
     from ftrain.cli.ckpt import opened
-    from ftrain.compose.paths import absolute_url
-    from storage.objects import open_store
+    from ftrain.compose.stores import open_place
 
     base, step = split_step(url)
     with opened(base) as run:
-        target = open_store(absolute_url(folder)) if folder else None
+        target = open_place(folder) if folder else None
         try:
             files = run.open(step).write_view(arrays or None, to=target)
         finally:

@@ -144,7 +144,7 @@ def clock(url: str, storage: dict[str, Any] | None = None) -> str:
     """This machine's clock against that of the store, from the time it gives to a new object."""
     from ftrain.compose.stores import open_configured
 
-    opened = open_configured(msgspec.convert(storage or {}, Storage), url)
+    opened = open_configured(msgspec.convert(storage or {}, Storage), url).quick()
     key = f"probe-clock-{os.getpid()}-{time.monotonic_ns()}"
     try:
         before = time.time()

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ftrain.compose.errors import RefusedError
-from ftrain.compose.paths import absolute_url
+from ftrain.compose.stores import open_place
 from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
 from ftrain.load import load
@@ -40,7 +40,7 @@ from storage.commit import CommitRef
 from storage.errors import ConfigurationError, CoverageError, FormatError, ObjectMissing
 from storage.exchange.tensor import Tensor, Values, bfloat16_bits, from_checkpoint, index, stack, widened
 from storage.exchange.write import Incoming, write_checkpoint
-from storage.objects import ObjectStore, open_store
+from storage.objects import ObjectStore
 from storage.pack import ArraySpec
 from storage.record import decode_json
 from storage.run import RunStore
@@ -158,7 +158,7 @@ def import_run(form: Literal["safetensors", "dcp"], source: str, url: str, *, co
 
     Raises CoverageError with everything that is missing, extra or of another shape, before anything is written.
     """
-    store, target = open_store(absolute_url(source)), open_store(absolute_url(url))
+    store, target = open_place(source), open_place(url)
     try:
         run = RunStore(target)
         if run.checkpoints():

@@ -20,7 +20,7 @@ from storage.objects import ObjectStore, open_store
 from storage.run import RunStore
 from storage.traffic import configure
 
-__all__ = ["limit_traffic", "local_tier_url", "open_configured", "open_known", "opened_run", "store_options"]
+__all__ = ["limit_traffic", "local_tier_url", "open_configured", "open_known", "open_place", "opened_run", "store_options"]
 
 
 def store_options(storage: Storage, url: str) -> dict[str, object]:
@@ -50,9 +50,24 @@ def open_configured(storage: Storage, url: str) -> ObjectStore:
 
 
 def open_known(url: str) -> ObjectStore:
-    """The store of a run that may have been started on this machine: then reached as its config says."""
+    """The store of a run that may have been started on this machine: then reached as its config says.
+
+    For commands that a person waits for: a store that does not answer at all is given up in seconds.
+    """
     url = absolute_url(url)
-    return open_configured(_recorded(url), url)
+    return open_store(url, options={**store_options(_recorded(url), url), **_watched(url)})
+
+
+def open_place(url: str) -> ObjectStore:
+    """What such a command reads or writes beside the run: reached as the environment says."""
+    url = absolute_url(url)
+    return open_store(url, options=_watched(url))
+
+
+def _watched(url: str) -> dict[str, object]:
+    from storage.retry import WATCHED
+
+    return {} if is_local(url) or url.startswith("memory://") else {"retry": WATCHED}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from storage.memory import MemoryStore
 from storage.multipart import PartShape
 from storage.objects import ByteRange, Bytes, Capabilities, ObjectStore, Upload
 from storage.perprocess import PerProcess
-from storage.retry import PATIENT, QUICK, Backoff, RetryingStore, RetryPolicy
+from storage.retry import PATIENT, QUICK, WATCHED, Backoff, RetryingStore, RetryPolicy
 from storage.testing import CountingStore, InterceptingStore
 
 T = TypeVar("T")
@@ -156,6 +156,19 @@ def test_the_patient_policy_lasts_for_minutes_and_the_quick_one_for_seconds() ->
         expected_s = sum(min(backoff.most_s, backoff.first_s * 2**number) / 2 for number in range(backoff.attempts - 1))
         assert expected_s >= 180, "the attempts last as long as the deadline"
     assert QUICK.deadline_s <= 10
+
+
+def test_a_person_waits_for_minutes_only_once_the_store_has_answered(waits: list[float]) -> None:
+    inner = FailingStore(MemoryStore(), before=[Unavailable("refused") for _ in range(9)])
+    store = retrying(inner, waits, WATCHED)
+    with pytest.raises(Unavailable, match=f"given up after {QUICK.unavailable.attempts} tries"):
+        store.exists("k")
+    inner.before = [ObjectMissing("none")]
+    with pytest.raises(ObjectMissing):  # which is an answer
+        store.get("k")
+    inner.before = [Unavailable("reset") for _ in range(20)]
+    assert not store.exists("k")
+    assert WATCHED.deadline_s == PATIENT.deadline_s
 
 
 def test_create_that_won_but_whose_answer_was_lost(waits: list[float]) -> None:

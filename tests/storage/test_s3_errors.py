@@ -74,7 +74,7 @@ def test_answers(code: str, status: int, expected: type[StorageError], words: st
         (exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), Unavailable, "cannot be reached"),
         (ConnectionResetError(104, "Connection reset by peer"), Unavailable, "broke or stalled"),
         (TimeoutError(), Unavailable, "TimeoutError"),
-        (exceptions.NoCredentialsError(), AccessDenied, "Set AWS_ACCESS_KEY_ID"),
+        (exceptions.NoCredentialsError(), AccessDenied, "come from AWS_ACCESS_KEY_ID"),
         (exceptions.SSLError(endpoint_url="https://server", error="self-signed"), ConfigurationError, "ca_bundle"),
         (exceptions.ProfileNotFound(profile="x"), ConfigurationError, "profile"),
         (exceptions.ParamValidationError(report="Invalid bucket name"), ConfigurationError, "bucket name"),
