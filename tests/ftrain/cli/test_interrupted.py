@@ -46,7 +46,7 @@ def saved(tmp_path: Path) -> Path:
     ("words", "amid"),
     [
         pytest.param("ckpt verify run", "storage.checkpoint.Checkpoint.verify", id="verify"),
-        pytest.param("ckpt export run --to zarr out", "storage.objects.open_store", id="export"),
+        pytest.param("ckpt export run --to zarr out", "ftrain.compose.stores.open_place", id="export"),
         pytest.param("ckpt cp run out", "storage.copy._prove", id="cp"),
         pytest.param("ckpt diff run run", "storage.diff.diff", id="diff"),
         pytest.param("data prepare book.txt --out out", "ftrain.data.prepare.documents", id="prepare"),
