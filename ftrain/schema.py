@@ -141,7 +141,8 @@ def _walk(data: object, full: mi.Type, path: str) -> Iterator[Problem]:
 
 def _table(data: object, type_: mi.StructType, path: str) -> Iterator[Problem]:
     if not isinstance(data, Mapping):
-        yield Problem(path or "the file", _given(data), "table with " + ", ".join(f.encode_name for f in type_.fields))
+        wanted = "table with " + ", ".join(field.encode_name for field in type_.fields)
+        yield Problem(path or "the file", _given(data), wanted, f"write {table}" if (table := _as_table(data, type_)) else "")
         return
     fields = {field.encode_name: field for field in type_.fields}
     names = ", ".join(fields)
@@ -153,6 +154,13 @@ def _table(data: object, type_: mi.StructType, path: str) -> Iterator[Problem]:
             yield from _walk(data[name], field.type, _join(path, name))
         elif field.required:
             yield from _missing(field, _join(path, name))
+
+
+def _as_table(data: object, type_: mi.Type) -> str:
+    """What stands alone, as the one thing that a table must hold; empty if it is not that."""
+    needed = [field for field in type_.fields if field.required] if isinstance(type_, mi.StructType) else []
+    fits = len(needed) == 1 and not isinstance(data, list | tuple) and not find_problems(data, needed[0].type)
+    return toml_text({needed[0].encode_name: data}) if fits else ""
 
 
 def _missing(field: mi.Field, path: str) -> Iterator[Problem]:
@@ -182,7 +190,8 @@ def _union(data: object, type_: mi.UnionType, path: str) -> Iterator[Problem]:
 
 def _sequence(data: object, type_: mi.VarTupleType, path: str) -> Iterator[Problem]:
     if not isinstance(data, list | tuple):
-        yield Problem(path, _given(data), allowed(type_))
+        table = _as_table(data, bare(type_.item_type))
+        yield Problem(path, _given(data), allowed(type_), f"write [{table}]" if table else "")
         return
     if len(data) < (type_.min_length or 0):
         yield Problem(path, "given an empty list", allowed(type_))

@@ -23,6 +23,8 @@ def translated(error: OSError, root: Path, key: str) -> StorageError:
         return AccessDenied(f"{_who()} may not use {path}: {reason}. {_denied_advice(code)}", key)
     if code == errno.ENOENT:
         return ObjectMissing(f"there is no object {key} in {root}", key)
+    if code == errno.ENOTDIR and (file := next((place for place in path.parents if place.is_file()), None)):
+        return ConfigurationError(f"{file} is a file, where a folder is wanted. Choose another run.url, or move it away", key)
     if code in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
         message = f"{path}: {reason}. A name cannot be both a file and a folder; choose another run.url or move what is there"
         return ConfigurationError(message, key)

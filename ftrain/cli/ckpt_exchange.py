@@ -34,7 +34,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print as JSO
 @click.option("--compress", is_flag=True, help="Zarr only: without loss, a sixth smaller. Pays on links under 0.2 GB/s.")
 @json_option
 def export_command(url: str, form: Any, destination: str, dtype: str, state: bool, compress: bool, as_json: bool) -> None:
-    """Write a checkpoint's weights for other programs, under Hugging Face's names, with a config.json.
+    """Write a checkpoint's weights for other programs, under Hugging Face's names, with a config.json. Overwrites none.
 
     Only models that `ftrain run` trains have such names. A script's checkpoint is read as it is: `ckpt view`, ftrain.DcpReader.
 

@@ -50,6 +50,9 @@ def init(path: str, url: str, data: str, tokenizer: str, to_stdout: bool) -> Non
             file.write(written)
     except FileExistsError:
         render.fail(f"{path} is there already, and is left as it is: give another name, or --stdout", ExitCode.USAGE)
+    except FileNotFoundError:
+        folder = Path(path).parent
+        render.fail(f"{path}: cannot be written: there is no folder {folder}; make it (mkdir -p {folder})", ExitCode.USAGE)
     except OSError as error:
         render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
     for doubt in (*_missing(data, tokenizer), *(_unfit(data, found, config) if found else ())):

@@ -55,8 +55,8 @@ def run(
         if dry_run:
             from ftrain.compose.corpora import check_data
 
-            show_plan(config, as_json=as_json)
             check_data(config)
+            show_plan(config, as_json=as_json)
             return
         from ftrain.compose import checks, standing
         from ftrain.compose.launch import checked, write

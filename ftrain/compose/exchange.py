@@ -48,6 +48,8 @@ from storage.run import RunStore
 Form = Literal["safetensors", "dcp", "zarr"]
 BUCKET_BYTES = 64 * 2**20  # the default of parallel.bucket_mib: an import's tiles are those of a run with default settings
 PROGRESS = "ftrain.json"
+LAST_OF_EXPORTS = ("model.safetensors", "model.safetensors.index.json", ".metadata", "zarr.json")
+"""What each form writes when its arrays are whole: an export that was interrupted lacks it, and may be begun again."""
 WIDENABLE = ("bfloat16", "float16", "float32")
 
 
@@ -71,8 +73,11 @@ def export(
 ) -> Exported:
     """Write a checkpoint as `form`. `dtype` float32: the masters instead of the weights. `state`: masters and moments too.
 
-    `compress`: without loss; only Zarr has a word for it.
+    `compress`: without loss; only Zarr has a word for it. Raises RefusedError where an export is already: what the new one does
+    not overwrite of it would be read as its own.
     """
+    if found := next((key for key in LAST_OF_EXPORTS if destination.exists(key)), None):
+        raise RefusedError([f"{destination.url} holds an export already ({found}), and is left as it is: give another folder"])
     if compress and form != "zarr":
         raise ConfigurationError(f"{form} files are not compressed; leave out --compress, or export to zarr")
     tensors = list(_outgoing(checkpoint, dtype=dtype, state=state))

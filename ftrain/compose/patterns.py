@@ -38,9 +38,9 @@ def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
         try:
             pattern = re.compile(text)
         except re.error as error:
-            raise PatternError(f"--progress-pattern {text!r} is no regular expression: {error}") from error
+            raise PatternError(f"--progress-pattern '{text}' is no regular expression: {error}") from error
         if pattern.groups == 0:
-            raise PatternError(f"--progress-pattern {text!r} has no group for the step: for example 'step (?P<step>\\d+)'")
+            raise PatternError(f"--progress-pattern '{text}' has no group for the step: for example 'step (?P<step>\\d+)'")
         found.append(pattern)
     return found
 

@@ -62,7 +62,11 @@ class Dataset:
         self._heldout = _Stream([s.heldout for s in self.sources], self.weights, seed=0, purpose=HELDOUT)
         self.go_on(reading or Reading(0, tuple(range(len(files))), (0,) * len(files)))
         if config.evaluate.every_steps and config.evaluate.sequences > self.num_heldout:
-            fewer = f"evaluate.sequences = {self.num_heldout} or less" if self.num_heldout else "evaluate.every_steps = 0"
+            longest = max(source.heldout.stop - source.heldout.start - 1 for source in self.sources)
+            fits = longest // config.evaluate.sequences
+            shorter = f"data.seq_len = {fits} or less, or " if fits > 0 else ""
+            none = f"{shorter}evaluate.every_steps = 0"
+            fewer = f"evaluate.sequences = {self.num_heldout} or less" if self.num_heldout else none
             raise DataError(
                 f"evaluate.sequences = {config.evaluate.sequences}, but data.heldout_fraction = {data.heldout_fraction} "
                 f"leaves {self.num_heldout} held-out sequences of {self.seq_len} tokens: set {fewer}, or hold out more"

@@ -46,7 +46,8 @@ class Source:
         self.train = Span(0, split, seq_len)
         self.heldout = Span(split, file.num_tokens, seq_len)
         if not self.train.num_windows:
-            needed = f"one sequence needs {seq_len + 1}"
+            nearest = f": data.seq_len = {split - 1} or less" if split > 1 else ""
+            needed = f"one sequence needs {seq_len + 1}{nearest}"
             raise DataError(f"has {split} training tokens of {file.num_tokens}, {needed}", file.prefix)
 
     def window(self, span: Span, number: int) -> Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -142,8 +143,8 @@ def test_lines(pattern: str, line: str, expected: Seen | None) -> None:
 
 
 def test_patterns_that_cannot_work() -> None:
-    for pattern in ("step (", "step"):
-        with pytest.raises(PatternError):
+    for pattern in (r"step (\d+", r"step\d"):
+        with pytest.raises(PatternError, match=re.escape(f"--progress-pattern '{pattern}' ")):
             compiled([pattern])
 
 

@@ -52,7 +52,7 @@ def parse_layouts(text: str, config: Config) -> list[Layout]:
         try:
             layouts.append(Layout(name, _applied(name, config)))
         except ConfigProblems as error:
-            problems += [replace(problem, path=f"{name}: {problem.path}") for problem in error.problems]
+            problems += [replace(problem, path=_within(name, problem.path)) for problem in error.problems]
     if not names:
         problems.append(Problem("--layouts", "no layout given", 'such as "tp=2;pp=2;tp=2,dp=2", or certify.layouts'))
     if problems:
@@ -86,8 +86,15 @@ def misspelt(data: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _of_item(index: int, text: str, problem: Problem) -> Problem:
     """The same problem, where the config has it."""
-    where = problem.path.removeprefix(f"{''.join(text.split())}: ")
-    return replace(problem, path=f"certify.layouts.{index}", given=f'given "{text}": {where}: {problem.given}')
+    name = "".join(text.split())
+    where = problem.path.removeprefix(f"{name}: ")
+    given = f'given "{text}"' if where == name else f'given "{text}": {where}: {problem.given}'
+    return replace(problem, path=f"certify.layouts.{index}", given=given)
+
+
+def _within(name: str, path: str) -> str:
+    """Where a layout has a problem; of one word that is none, the word."""
+    return path if path == name else f"{name}: {path}"
 
 
 def in_mode(config: Config, mode: str) -> Config:
@@ -133,7 +140,8 @@ def _items(name: str) -> dict[str, Any]:
         key = key.removeprefix("parallel.")
         allowed = _allowed(key, text, found) if key and equals else "key=value, such as tp=2"
         if allowed:
-            raise ConfigProblems([Problem(key or "(no key)", f"given {text!r}", allowed)], name)
+            given = f"given {text!r}" if key and equals else f'given "{item}"'
+            raise ConfigProblems([Problem(key or "(no key)", given, allowed)], name)
         found[key] = _value(text)
     return found
 

@@ -96,6 +96,8 @@ def test_init_that_cannot_write_says_so(words: tuple[str, ...], code: int) -> No
     done = CliRunner().invoke(cli, ["init", *words])
     assert done.exit_code == code
     assert "FILE is empty" in done.stderr or "cannot be written" in done.stderr
+    if "no/such/folder/my.toml" in words:
+        assert "there is no folder no/such/folder; make it (mkdir -p no/such/folder)" in done.stderr
 
 
 def test_what_a_cluster_needs_is_in_the_starter_as_comments() -> None:

@@ -172,7 +172,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"),
         ("certify my.toml --layouts tp", 3, "key=value"),
         ("certify my.toml --layouts tp=x", 3, "whole number"),
-        ('certify my.toml --set certify.layouts=["tp=x"] --layouts tp', 3, "tp: given ''; allowed: key=value"),
+        ('certify my.toml --set certify.layouts=["tp=x"] --layouts tp', 3, '  tp: given "tp"; allowed: key=value'),
     ],
     "classify": [("classify nothere", 2, "does not exist")],
     "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],

@@ -71,6 +71,21 @@ def test_overrides_reach_into_lists_and_take_bare_words() -> None:
     assert config.schedule.kind == "wsd"
 
 
+@pytest.mark.parametrize(
+    ("written", "begins", "ends"),
+    [
+        ('["data/texts"]', 'data.sources.0: given "data/texts" (text); ', '; write {path = "data/texts"}'),
+        ("data/texts", 'data.sources: given "data/texts" (text); ', '; write [{path = "data/texts"}]'),
+        ("[3]", "data.sources.0: given 3 ", "; allowed: table with path, weight"),
+    ],
+)
+def test_what_stands_alone_is_shown_as_the_table_that_it_should_be(written: str, begins: str, ends: str) -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        parse(MINIMAL, [f"data.sources={written}"])
+    (told,) = [str(problem) for problem in caught.value.problems]
+    assert (told.startswith(begins), told.endswith(ends)) == (True, True), told
+
+
 @pytest.mark.parametrize("word", ["2024-01-01", "a b", "/tmp/x=y", "12:30:00"])
 def test_what_is_no_toml_value_is_text(word: str) -> None:
     assert parse(MINIMAL, [f"run.url={word}"]).run.url == word
@@ -153,7 +168,7 @@ def test_layouts_to_certify_are_checked_with_the_rest() -> None:
     told = [str(problem) for problem in caught.value.problems]
     for index, words in (
         (1, 'given "tp=3": parallel.tp: given 3, with model.heads = 4; allowed: a divisor'),
-        (2, """given "banana": banana: given ''; allowed: key=value"""),
+        (2, """given "banana"; allowed: key=value"""),
         (3, "allowed: once in a layout"),
         (4, 'given " "; allowed: a layout such as'),
         (5, "allowed: such as model or batch"),

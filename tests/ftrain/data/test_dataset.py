@@ -147,11 +147,14 @@ def test_identity_tells_corpora_apart(counting_file: FileFactory, make_config: C
 
 
 def test_unusable_data_is_a_clear_error(counting_file: FileFactory, make_config: ConfigFactory) -> None:
-    with pytest.raises(DataError, match=r"short: has 8 training tokens of 8, one sequence needs 9"):
+    with pytest.raises(DataError, match=r"short: has 8 training tokens of 8, one sequence needs 9: data.seq_len = 7 or less"):
         Dataset(make_config([counting_file("short", [8])]), root="unused")
     prefix = counting_file("one", [400])
     with pytest.raises(DataError, match=r"evaluate.sequences = 64, .*leaves 4 held-out sequences"):
         Dataset(make_config([prefix], "evaluate.every_steps=1"), root="unused")
+    without = r"leaves 0 held-out sequences of 300 tokens: set data.seq_len = 9 or less, or evaluate.every_steps = 0"
+    with pytest.raises(DataError, match=without):  # 40 tokens are held out: 4 sequences of 9, each with a target for its last
+        Dataset(make_config([prefix], "evaluate.every_steps=1", "evaluate.sequences=4", "data.seq_len=300"), root="unused")
     with pytest.raises(DataError, match=r"one: holds token \d+, model.vocab is 300: another tokenizer made it"):
         Dataset(make_config([prefix], "model.vocab=300"), root="unused").sequences(0, 44)
     with pytest.raises(DataError, match=r"nothing\.idx: cannot be read"):

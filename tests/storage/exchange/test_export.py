@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftrain.compose.exchange import export
+from ftrain.compose.errors import RefusedError
+from ftrain.compose.exchange import LAST_OF_EXPORTS, Form, export
 from ftrain.config import Model
 from ftrain.model.names import hugging_face_name
 from ftrain.model.transformer import Transformer
@@ -149,6 +150,23 @@ def test_only_zarr_is_compressed(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="safetensors files are not compressed"):
         export(run.open(), "safetensors", LocalStore(tmp_path), compress=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp", "zarr"])
+def test_an_export_is_never_overwritten(tmp_path: Path, form: Form) -> None:
+    """Other arrays of the older one would be read as the newer one's. One that was interrupted begins again."""
+    run, _ = save_model(MemoryStore(f"export-g-{form}"))
+    export(run.open(), form, LocalStore(tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RefusedError, match=r"holds an export already .*: give another folder"):
+        export(run.open(), form, LocalStore(tmp_path))
+    with pytest.raises(RefusedError, match="holds an export already"):
+        export(run.open(), "zarr" if form == "dcp" else "dcp", LocalStore(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    (last,) = [tmp_path / name for name in LAST_OF_EXPORTS if (tmp_path / name).exists()]
+    last.unlink()
+    export(run.open(), form, LocalStore(tmp_path))
+    assert last.exists()
 
 
 def test_a_flipped_bit_in_the_exported_zarr_is_noticed(tmp_path: Path) -> None:
