@@ -8,8 +8,18 @@ import msgspec
 import pytest
 
 from ftrain.cli.live_view import LiveView
+from ftrain.config import Config
 from recovery.events import ConfigChanged, ProcessDied
 from tests.ledgers import T0, Story, config
+
+
+def live(story: Story, now: Config, folder: Path) -> None:
+    """The story happens while somebody looks on."""
+    (folder / "local").mkdir()
+    (folder / "local" / "config.json").write_bytes(msgspec.json.encode(now))
+    view = LiveView(folder / "local")
+    story.write(folder)
+    view.close()
 
 
 @pytest.mark.parametrize(
@@ -31,11 +41,7 @@ def test_other_steps_are_said_to_change_the_learning_rate(
     story = Story(now)
     change = {"path": path, "old": 1000, "new": 100, "kind": "recorded"}
     story.events.append(ConfigChanged(t=T0, changes=(change,)))
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "config.json").write_bytes(msgspec.json.encode(now))
-    view = LiveView(tmp_path / "local")
-    story.write(tmp_path)
-    view.close()
+    live(story, now, tmp_path)
     assert f"config changed: {said}\n" in capsys.readouterr().err
 
 
@@ -50,9 +56,5 @@ def test_how_a_process_died_is_said_in_words(
     now = config()
     story = Story(now)
     story.events.append(ProcessDied(t=T0, kind="coordinator", node="localhost", pid=7, status=status))
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "config.json").write_bytes(msgspec.json.encode(now))
-    view = LiveView(tmp_path / "local")
-    story.write(tmp_path)
-    view.close()
+    live(story, now, tmp_path)
     assert f"coordinator (pid 7) {said}\n" in capsys.readouterr().err
