@@ -20,12 +20,13 @@ from ftrain.data.tokenizer import load_tokenizer
 from ftrain.phases import effective, num_phases
 
 
-def check_data(config: Config, *, prepare: bool = False) -> str:
+def check_data(config: Config, *, prepare: bool = False, tokenizer: bool = True) -> str:
     """What there is to train on, in words. Raises RefusedError or DataError (given, allowed, what to do) if it cannot be used.
 
     Without `prepare`, a built-in corpus that no run has prepared yet is passed over, and with it the size of the held-out text.
     """
-    _check_tokenizer(config)
+    if tokenizer:
+        check_tokenizer(config)
     return "; ".join(
         _check_phase(effective(config, number), f"phase {number}: " if config.phases else "", prepare=prepare)
         for number in range(num_phases(config))
@@ -50,8 +51,11 @@ def probe(config: dict[str, Any]) -> str:
     return check_data(msgspec.convert(config, Config))
 
 
-def _check_tokenizer(config: Config) -> None:
-    """Training reads ids and needs no tokenizer; whoever wants a text of the model does, when the run is paid for."""
+def check_tokenizer(config: Config) -> None:
+    """Training reads ids and needs no tokenizer; whoever wants a text of the model does, when the run is paid for.
+
+    So it is a fault of a run that begins, and none of one that goes on. Raises RefusedError.
+    """
     name, vocab = config.data.tokenizer, config.model.vocab
     try:
         words = load_tokenizer(name)

@@ -36,9 +36,7 @@ def check_holder(store: ObjectStore, *, take_over: bool) -> None:
         return
     if owner.host == here.host:
         if _lives(owner, here):
-            raise HeldError(
-                f"{store.url} is held by {owner.describe()}; `ftrain watch` shows it, `ftrain stop` ends it"
-            )
+            raise HeldError(f"{store.url} is held by {owner.describe()}; `ftrain watch` shows it, `ftrain stop` ends it")
         return
     raise HeldError(
         f"{store.url} is held by {owner.describe()}: it renewed its lease {held.record.lease_s - held.left_s:.0f} s ago. Stop "

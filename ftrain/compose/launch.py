@@ -13,7 +13,7 @@ import msgspec
 
 from ftrain.compose import resume
 from ftrain.compose.args import KeeperArgs, Launch
-from ftrain.compose.corpora import check_data
+from ftrain.compose.corpora import check_data, check_tokenizer
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.nodes import arena_nbytes, fleet_spec, shared_dir
@@ -46,7 +46,7 @@ def checked(
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     config = with_absolute_url(config)
-    check_data(config, prepare=True)
+    check_data(config, prepare=True, tokenizer=False)
     check_memory(config)
     limit_traffic(config)
     store = open_configured(config.storage, config.run.url)
@@ -59,6 +59,8 @@ def checked(
     reasons = found.refused(accept=accept_change)
     if reasons:
         raise RefusedError([f"this run was started with another config (checkpoint of step {found.step}):", *reasons])
+    if found.step is None:
+        check_tokenizer(config)
     check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     _check_local(local_dir(config), fingerprint(config), take_over=take_over)

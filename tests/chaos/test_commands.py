@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 from collections.abc import Sequence
@@ -171,6 +172,21 @@ def test_changes_take_effect_and_stand_in_the_ledger(unbroken_run: TinyRun, tmp_
     assert changed(*bigger) == [("run.steps", 32, 33, "recorded"), ("batch.global_batch", 8, 16, "accept")]
     steps = {record.step: record for event in run.events() for record in steps_of(event)}
     assert steps[33].tokens > 1.5 * steps[32].tokens
+
+
+def test_a_run_goes_on_without_its_tokenizer_which_training_does_not_need(corpus: str, tmp_path: Path) -> None:
+    run, words = TinyRun(folder=tmp_path, corpus=corpus), tmp_path / "words.tiktoken"
+    wanted = ("--set", f"data.tokenizer={words}", "--set", "model.vocab=300")
+    code, output = run.run(*wanted, "--set", "run.steps=4")
+    assert code == 3, output
+    assert "words.tiktoken" in output
+    assert "No such file" in output
+    words.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
+    assert run.run(*wanted, "--set", "run.steps=4")[0] == 0
+    words.unlink()
+    code, output = run.run(*wanted, "--set", "run.steps=6")
+    assert code == 0, output
+    assert last_step(run.events()) == 6
 
 
 def test_a_run_begins_with_the_state_of_another(unbroken_run: TinyRun, unbroken: dict[str, str], tmp_path: Path) -> None:
