@@ -102,6 +102,8 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
     """The rank that failed first, None if that cannot be told."""
     if how == "timeout":
         return absent_or_behind(case, reader)
+    if how == "vanished" and (lost := _on_lost_node(case, deciding)) is not None:
+        return lost
     if how == "vanished" and (silent := _only(case, (None,))) is not None:
         return silent
     if how in {"outside", "vanished"}:
@@ -145,6 +147,12 @@ def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:
     named = {int(match[1]) for line in lines for match in _MEMBER.finditer(line.text)}
     named = {rank for rank in named if rank in known}
     return named.pop() if len(named) == 1 and len(known) > 1 else None
+
+
+def _on_lost_node(case: Evidence, deciding: Line) -> int | None:
+    """The one rank on the node that a supervisor has lost; those on other nodes may still run when the verdict is wanted."""
+    there = [int(rank) for rank, node in case.nodes.items() if f"supervisor: node {node} was lost" in deciding.text]
+    return there[0] if len(there) == 1 and len(case.nodes) > 1 else None
 
 
 def _only(case: Evidence, statuses: Sequence[int | None]) -> int | None:

@@ -226,6 +226,17 @@ def test_a_full_disk_delays_the_ledger_but_not_the_run():
     assert [type(event).__name__ for event in seen] == ["Ready", "StopRequested", "CheckpointCommitted"]
 
 
+@pytest.mark.parametrize("status", [None, 1, -signal.SIGABRT])
+def test_of_a_node_that_was_lost_its_rank_failed_first(status: int | None) -> None:
+    """Whether the other one, which waits for it in a collective, has noticed by now or not."""
+    ended = attempt_with(ranks=2)
+    ended.workers[0].node, ended.workers[1].node = "n1", "n2"
+    ended.lost({"n2"})
+    lost = "supervisor: node n2 was lost: its connection ended and it has not called again for 5.1 s"
+    verdict = classify(ended.complete(Evidence(exit={"0": status}), (lost,), "n1"))
+    assert (verdict.class_, verdict.first_failing_rank) == ("node_failure", 1)
+
+
 def test_whenever_a_coordinator_dies_its_verdict_has_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its successor would judge the same deaths a second time, and count two interruptions."""
     written: list[list[str]] = []
