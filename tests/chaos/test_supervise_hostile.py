@@ -39,7 +39,7 @@ if (child := os.fork()) == 0:
         rest()
     os._exit(0)
 os.waitpid(child, 0)
-while len(open("pids").read().split()) < (6 if again else 3):
+while not os.path.exists("pids") or len(open("pids").read().split()) < (6 if again else 3):
     time.sleep(0.01)
 os._exit(0 if again else 5)
 """
