@@ -16,7 +16,7 @@ import psutil
 
 from ftrain.compose.ledgers import LedgerTail
 from recovery.client import NotRunningError, ask
-from recovery.events import Event, RunEnded, steps_of
+from recovery.events import Event, RunEnded, StopRequested, steps_of
 from recovery.files import replace_file
 
 TEMPLATE = """
@@ -176,6 +176,11 @@ MARKS = {
     "agent": "recovery.agent",
     "keeper": "ftrain.compose.keeper",
 }
+
+
+def asked_to_stop(events: Sequence[Event]) -> bool:
+    """For `wait_for`: the run knows that it is to stop."""
+    return any(isinstance(event, StopRequested) for event in events)
 
 
 def halt(step: int, rank: int = 1) -> str:

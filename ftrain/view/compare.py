@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from ftrain.config import Config
-from ftrain.load import Change, changes
+from ftrain.load import Change
 from ftrain.units import plural
 from ftrain.view.learning import Learning, learning
 from ftrain.view.measured import Measured, measured
 from ftrain.view.numbers import change, median, show
-from ftrain.view.past import UNTOLD, Turn, turns
+from ftrain.view.past import Turn, telling, turns
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
 from ftrain.view.suggest import Suggestion, suggestions
@@ -96,7 +96,7 @@ def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", ""))
     """Lay two runs side by side. `identities`: of their corpora, as the checkpoints have them; empty where there is none."""
     one, two = side(a), side(b)
     known = one.config is not None and two.config is not None
-    differ = tuple(_differ(one.config, two.config))
+    differ = telling(one.config, two.config) if one.config and two.config else ()
     learnt = learning(a, b, corpora=_corpora(differ, identities))
     return Comparison(
         a=one,
@@ -107,11 +107,6 @@ def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", ""))
         suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ,
                                       beside=_beside(one, two) if known else None)),
     )  # fmt: skip
-
-
-def _differ(a: Config | None, b: Config | None) -> Iterable[Change]:
-    """Fields that explain something."""
-    return (item for item in (changes(a, b) if a and b else ()) if item.path not in UNTOLD)
 
 
 def _beside(a: Side, b: Side) -> str:

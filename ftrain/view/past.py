@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ftrain.config import Config
 from ftrain.load import Change, changes
 from ftrain.view.record import Recorded
 
@@ -29,6 +30,11 @@ class Origins(Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
+def telling(before: Config, now: Config) -> tuple[Change, ...]:
+    """What differs and may explain something."""
+    return tuple(item for item in changes(before, now) if item.path not in UNTOLD)
+
+
 def turns(run: Recorded) -> tuple[Turn, ...]:
     """Where the settings of its steps changed, ascending: by hand, by a resize, or on what was left of lost GPUs."""
     found = list[Turn]()
@@ -36,7 +42,7 @@ def turns(run: Recorded) -> tuple[Turn, ...]:
     for done in run.steps:
         now = run.configs.get(done.attempt, before)
         if before is not None and now is not None and now is not before:
-            made = tuple(item for item in changes(before, now) if item.path not in UNTOLD)
+            made = telling(before, now)
             found += [Turn(step=done.record.step, changes=made)] * bool(made)
         before = now
     return tuple(found)

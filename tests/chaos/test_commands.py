@@ -27,7 +27,7 @@ from recovery.events import (
 )
 from tests.chaos.table import SLOWLY
 from tests.commands import copy_of, ftrain, ftrain_json
-from tests.runs import TinyRun, finish, halt, no_process_left
+from tests.runs import TinyRun, asked_to_stop, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -40,10 +40,6 @@ def committed(events: Sequence[Event]) -> list[int]:
 
 def last_step(events: Sequence[Event]) -> int:
     return max(record.step for event in events for record in steps_of(event))
-
-
-def asked_to_stop(events: Sequence[Event]) -> bool:
-    return any(isinstance(event, StopRequested) for event in events)
 
 
 def test_status_save_stop_and_a_second_run(corpus: str, tmp_path: Path) -> None:

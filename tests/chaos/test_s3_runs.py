@@ -11,11 +11,11 @@ import pytest
 from seaweed import BUCKET, SeaweedServer
 
 from ftrain.compose.proof import stored_digests
-from recovery.events import CheckpointCommitted, CheckpointPassedOver, InterruptionClassified, Ready, StopRequested
+from recovery.events import CheckpointCommitted, CheckpointPassedOver, InterruptionClassified, Ready
 from tests.chaos.table import SLOWLY
 from tests.chaos.test_kills import fault
 from tests.commands import ftrain
-from tests.runs import TinyRun, finish, halt, kill_tree, no_process_left
+from tests.runs import TinyRun, asked_to_stop, finish, halt, kill_tree, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos, pytest.mark.s3]
 
@@ -101,7 +101,7 @@ def test_a_stop_is_saved_in_the_bucket(run: TinyRun, unbroken: dict[str, str]) -
     parent = with_faults(run, SLOWLY, halt(4)).start()
     halted = run.halted()
     os.kill(parent.pid, signal.SIGTERM)
-    run.wait_for(lambda events: any(isinstance(event, StopRequested) for event in events))
+    run.wait_for(asked_to_stop)
     halted.resume()
     code, output = finish(parent)
     assert code == 75, output

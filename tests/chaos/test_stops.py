@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
-from recovery.events import Event, InterruptionClassified, SignalSent, StopRequested
+from recovery.events import InterruptionClassified, SignalSent, StopRequested
 from tests.chaos.table import SLOWLY
 from tests.chaos.test_kills import fault
 from tests.commands import ftrain, ftrain_json
 from tests.hooks import hook
-from tests.runs import TinyRun, finish, halt, no_process_left
+from tests.runs import TinyRun, asked_to_stop, finish, halt, no_process_left
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -37,10 +36,6 @@ def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, 
     (incident,) = (run.local / "incidents").glob("*.json")
     again = ftrain_json("classify", str(incident))
     assert (again["class"], again["first_failing_rank"]) == ("software_error", 1)
-
-
-def asked_to_stop(events: Sequence[Event]) -> bool:
-    return any(isinstance(event, StopRequested) for event in events)
 
 
 def test_a_spot_notice_is_followed_and_the_same_command_goes_on(tmp_path: Path, corpus: str, unbroken: dict[str, str]) -> None:
