@@ -2,7 +2,8 @@
 pays one comparison.
 
 A fault fires once in the life of a run: a marker file, created before the act, survives the process that the act
-ends. So do a few words in the process's log, for those who read the report of what followed. Points:
+ends. So do a few words in the process's log, for those who read the report of what followed. Who runs a drill may hold a
+fault: it does not fire before its hold is removed, at whatever step that is. Points:
 
 - in a worker: `step` (between two steps), `gradients` (complete, not yet voted on), `copy` (in the
   middle of a snapshot), `restore` (after the state is back)
@@ -32,6 +33,16 @@ KEEPER_POINTS = ("upload",)
 COORDINATOR_POINTS = ("before_manifest", "after_manifest", "before_commit", "after_commit")
 SLOW_S = 0.05
 POINTS = WORKER_POINTS + KEEPER_POINTS + COORDINATOR_POINTS
+
+
+def marker(folder: Path, number: int) -> Path:
+    """The file that says that fault `number` has fired."""
+    return folder / f"fault-{number}"
+
+
+def hold(folder: Path, number: int) -> Path:
+    """The file that keeps fault `number` from firing for as long as it is there."""
+    return folder / f"fault-{number}.held"
 
 
 class Faults:
@@ -64,9 +75,11 @@ class Faults:
                 self._act(fault, step)
 
     def _claim(self, number: int) -> bool:
+        if hold(self._folder, number).exists():
+            return False
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            os.close(os.open(self._folder / f"fault-{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            os.close(os.open(marker(self._folder, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return False
         return True

@@ -53,7 +53,8 @@ def drill(
     Example:
       ftrain drill ftrain.toml --minutes 2 --seed 7
     """
-    from ftrain.compose.drill import EXIT, DrillError, Orders
+    from ftrain.compose.course import DrillError
+    from ftrain.compose.drill import EXIT, Orders
     from ftrain.compose.drill import drill as carry_out
     from ftrain.load import load
     from ftrain.schemes import is_local

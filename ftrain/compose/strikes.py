@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ftrain.config import Fault, FaultKind, FaultPoint
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, steps_of
 from recovery.report import InterruptionRow
 
 NONE = "none"  # no interruption: the workers step on
-TOGETHER_S = 2.0  # strikes this close may be one interruption
 
 
 class Kind(Struct, frozen=True, kw_only=True):
@@ -93,12 +93,11 @@ class Struck(Struct, frozen=True, kw_only=True):
     action: str = ""
     steps_lost: int = 0
     down_s: float | None = None
-    together: bool = False  # another strike was so close that one verdict may be on both
 
     @property
     def right(self) -> bool:
         """Whether the supervisor took it for what it was."""
-        return self.together or self.class_ in BY_NAME[self.kind].classes
+        return self.class_ in BY_NAME[self.kind].classes
 
 
 def plan(
@@ -127,25 +126,13 @@ def plan(
     return strikes
 
 
-def inside(strikes: Sequence[Strike], *, steps: int, seconds: float) -> tuple[Fault, ...]:
-    """The strikes that workers make on themselves, at the steps that the undisturbed run had reached by then."""
+def inside(strikes: Sequence[Strike]) -> tuple[Fault, ...]:
+    """The strikes that processes of the run make on themselves, in their order."""
     return tuple(
-        Fault(
-            kind=cast(FaultKind, kind.what),
-            at=kind.at,
-            step=max(kind.least_step, round(steps * strike.after_s / seconds)),
-            rank=strike.rank,
-            text=kind.text,
-        )
+        Fault(kind=cast(FaultKind, kind.what), at=kind.at, step=kind.least_step, rank=strike.rank, text=kind.text)
         for strike in strikes
         if (kind := BY_NAME[strike.kind]).target == "inside"
     )
-
-
-def named(fault: Fault) -> str:
-    """The kind of strike that a fault is."""
-    found = (kind.name for kind in KINDS if (kind.what, kind.at, kind.text) == (fault.kind, fault.at, fault.text))
-    return next(found)
 
 
 def last_checkpoints(told: Sequence[Event], every: int) -> dict[int, float]:
@@ -166,17 +153,17 @@ def last_checkpoints(told: Sequence[Event], every: int) -> dict[int, float]:
     return {step: ended[step] for step in committed if step in ended}
 
 
-def provable(checkpoints: Mapping[int, float], struck: Sequence[Struck], least: int) -> int | None:
-    """The first of these checkpoints, from step `least` on, whose step was finished after every strike; None: not yet."""
+def provable(checkpoints: Mapping[int, float], struck: Sequence[Struck]) -> int | None:
+    """The first of these checkpoints whose step was finished after every strike; None: not yet."""
     last = max((strike.t for strike in struck), default=0.0)
-    return min((step for step, t in checkpoints.items() if step >= least and t > last), default=None)
+    return min((step for step, t in checkpoints.items() if t > last), default=None)
 
 
 def match(struck: Sequence[Struck], rows: Sequence[InterruptionRow]) -> tuple[list[Struck], list[InterruptionRow]]:
     """Each strike with the interruption that it led to, and the interruptions that no strike explains.
 
-    A strike leads to the first interruption between it and the next one, if there is one: the drill waits for new progress
-    before it strikes again. What a worker does to itself does not wait; close upon another strike it may be part of that.
+    A strike leads to the first interruption between it and the next one, if there is one: the drill waits for that, and for new
+    progress, before it strikes again.
     """
     left = sorted(rows, key=lambda row: row.t)
     matched: list[Struck] = []
@@ -186,18 +173,14 @@ def match(struck: Sequence[Struck], rows: Sequence[InterruptionRow]) -> tuple[li
         row = next((row for row in left if strike.t - 0.5 <= row.t < until), None)
         if row is not None:
             left.remove(row)
-        near = any(other is not strike and abs(other.t - strike.t) < TOGETHER_S for other in struck)
-        matched.append(_with(strike, row, together=near))
+        matched.append(_with(strike, row))
     return matched, left
 
 
-def _with(strike: Struck, row: InterruptionRow | None, *, together: bool) -> Struck:
-    found = {name: getattr(strike, name) for name in ("kind", "t", "pid", "rank", "step")}
+def _with(strike: Struck, row: InterruptionRow | None) -> Struck:
     if row is None:
-        return Struck(**found, class_=NONE, action=NONE, together=together)
-    return Struck(
-        **found, class_=row.class_, action=row.action, steps_lost=row.steps_lost, down_s=row.down_s, together=together
-    )
+        return replace(strike, class_=NONE, action=NONE)
+    return replace(strike, class_=row.class_, action=row.action, steps_lost=row.steps_lost, down_s=row.down_s)
 
 
 def confusion(struck: Sequence[Struck]) -> dict[str, dict[str, int]]:

@@ -10,7 +10,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from ftrain.config import FaultKind, FaultPoint
+from ftrain.config import Fault, FaultKind, FaultPoint
+from ftrain.faults import Faults, hold, marker
 from recovery.classify import classify, explain
 from recovery.evidence import Evidence, log_tails
 from recovery.injected import announcement
@@ -52,6 +53,19 @@ def test_a_fault_is_told_in_the_log_of_the_process_before_it_strikes(
     assert said in [line.text for line in verdict.evidence]
     without = classify(msgspec.structs.replace(Evidence(exit={"0": None, "1": status}, order=("1",), steps=6), log=lines[1:]))
     assert (without.class_, without.confidence, without.action) == (verdict.class_, verdict.confidence, verdict.action)
+
+
+def test_a_fault_that_is_held_fires_once_when_its_hold_is_gone(tmp_path: Path) -> None:
+    hold(tmp_path, 0).touch()
+    faults = Faults([Fault(kind="raise", step=3)], tmp_path, rank=0)
+    for step in range(1, 6):
+        faults.reached("step", step)
+    assert not marker(tmp_path, 0).exists()
+    hold(tmp_path, 0).unlink()
+    with pytest.raises(RuntimeError, match="injected fault at 'step', step 6"):
+        faults.reached("step", 6)
+    assert marker(tmp_path, 0).exists()
+    faults.reached("step", 7)
 
 
 @pytest.mark.parametrize("kind", get_args(FaultKind))
