@@ -16,10 +16,12 @@ from typing import Literal
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
-# What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel.
-How = Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck"]
+# What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel, who is
+# behind the others.
+How = Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck", "slow"]
 # Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
-_OUTSIDE = ((-2, 130), (-1, 129), (-15, 143), (None,), (-9, 137))
+_ASKED = (-15, 143)
+_OUTSIDE = ((-2, 130), (-1, 129), _ASKED, (None,), (-9, 137))
 _MEMBER = re.compile(
     r"(?:worker|rank|node|task|pod|member|replica|trainer|container)s?\b[-_ :/\w.]{0,24}?[-_ ](\d{1,5})\b", re.IGNORECASE
 )
@@ -34,12 +36,13 @@ _ACCUSED = re.compile(
     r"/task:(\d+) (?:heartbeat timeout|has been set to ERROR|unexpectedly tried)|"
     r"timed out task names: \S*/task:(\d+)(?![\d,])|\[missing ranks: (\d+)\]"
 )
+_STRAGGLER = re.compile(r"(?i)straggl\w*\b.{0,60}\brank ?[:=#]? ?(\d+)\b")
 _MISSING = re.compile(r"^(?:Missing|Stalled) ranks:\s*$")  # Horovod's heading of the ranks whose tensors are waited for
 _WAITED_FOR = re.compile(r"^(\d{1,5}): \[")
 _IN_TEXT = (
     _ACCUSED,
     re.compile(r"\b(?:global|GLOBAL)[_ ](?:rank|RANK)[ :=]+(\d+)"),
-    re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]: ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
+    re.compile(r"\[Rank (\d+)\]|\bRank (\d+)[\]:, ]|\brank[ :=]+(\d+)\b|\bRANK (\d+)\b"),
     re.compile(r"\brank(\d+)\["),
     re.compile(r"\bTP(\d+)\b"),
     re.compile(r"-- Process (\d+) terminated with the following error"),
@@ -48,8 +51,12 @@ _NCCL_DEVICE = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")
 _GPU = re.compile(r"\bGPU(?: ID)? (\d+)\b|\bcuda:(\d+)\b|\blocalRank (\d+)\b")
 _ELASTIC = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+) \(pid: (\d+)\)")
 _ROOT = re.compile(r"Root Cause \(first observed failure\)")
-_ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
-_PID = re.compile(r"\bpid[=: ]+'?(\d+)|process (\d+) \(")
+_ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")
+_SUMMED_UP = re.compile(r"^\s*exitcode\s*: -?\d+ \(pid: (\d+)\)")
+_PID = re.compile(
+    r"\bpid[=: ]+'?(\d+)|process (\d+) \(|Sending SIGBUS to [^:]+:(\d+)|"
+    r"[\w.-]+\[(\d+)\]:? (?:trap|segfault|general protection)"
+)
 _SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+)|last completed(?: NCCL)? work: (\d+)|work sequence id: (\d+)")
 _TIMED_OUT = re.compile(
     r"Watchdog caught collective operation timeout|detected by watchdog|Timeout at NCCL work|Timed out waiting"
@@ -106,6 +113,8 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
         return lost
     if how == "vanished" and (silent := _only(case, (None,))) is not None:
         return silent
+    if how == "vanished" and (named := _named_by_kernel(case, reader, [deciding, *related])) is not None:
+        return named
     if how in {"outside", "vanished"}:
         return taken_away(case, [deciding, *related])
     known = ranks_of(case)
@@ -130,7 +139,21 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
     yield device(deciding)
     yield from (device(line) for line in related)
     yield root_cause(reader)
+    if how == "slow":
+        yield _straggler(reader)
     yield _lowest_of_some(case)
+
+
+def _named_by_kernel(case: Evidence, reader: Reader, lines: Sequence[Line]) -> int | None:
+    """The rank of the process that was in the way of a machine's fault, where it ended by that."""
+    ranks = (_by_pid(line, reader) for line in lines if line.where == "kernel")
+    return next((rank for rank in ranks if case.exit.get(str(rank)) in _FAULT), None)
+
+
+def _straggler(reader: Reader) -> int | None:
+    """The one rank that a watch for stragglers has named."""
+    ranks = {int(match[1]) for line in reader.lines["log"] if (match := _STRAGGLER.search(line.text))}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def _vanished_from(deciding: Line, case: Evidence) -> bool:
@@ -144,9 +167,18 @@ def taken_away(case: Evidence, lines: Sequence[Line]) -> int | None:
         if (rank := _only(case, statuses)) is not None:
             return rank
     known = ranks_of(case)
+    asked = [rank for rank in known if case.exit[str(rank)] in _ASKED]
+    if asked and all(rank in asked or _failed_alone(case, rank) for rank in known) and len(asked) < len(known):
+        return asked[0]  # a node's ranks were asked to end, and the others failed for want of them
     named = {int(match[1]) for line in lines for match in _MEMBER.finditer(line.text)}
     named = {rank for rank in named if rank in known}
     return named.pop() if len(named) == 1 and len(known) > 1 else None
+
+
+def _failed_alone(case: Evidence, rank: int) -> bool:
+    """Whether a rank ended with an error of its own, so that nobody had to end it."""
+    status = case.exit[str(rank)]
+    return status not in (0, None) and status not in _TEARDOWN and str(rank) not in case.ours
 
 
 def _on_lost_node(case: Evidence, deciding: Line) -> int | None:
@@ -198,8 +230,12 @@ def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
     lowest = Counter(seen.values())
     if len(seen) > 2 and not absent and lowest[min(seen.values())] == 1 and len(lowest) > 1:
         return min(seen, key=lambda rank: seen[rank])
-    own = odd_one_out(case)
-    return own if own is not None and len(seen) <= 1 else None
+    if len(seen) > 1:
+        return None
+    patient = [rank for rank in ranks_of(case) if case.exit[str(rank)] in _TEARDOWN]
+    if len(patient) == 1 and sum(_failed_alone(case, rank) for rank in ranks_of(case)) == len(ranks_of(case)) - 1 > 1:
+        return patient[0]  # all the others ran out of patience, with it
+    return odd_one_out(case)
 
 
 def _waited_for(reader: Reader) -> set[int]:
@@ -223,10 +259,28 @@ def root_cause(reader: Reader) -> int | None:
         inside = inside or bool(_ROOT.search(line.text))
         if inside and (match := _ROOT_RANK.match(line.text)):
             return int(match[1])
+    return next(iter(_elastic_ranks(reader).values()), None)
+
+
+def _elastic_ranks(reader: Reader) -> dict[int, int]:
+    """Pid -> rank of the processes that torch's elastic agent saw fail, in its order.
+
+    It numbers them by node; only its summary tells the ranks, and by how much they are off is the same for all of a node.
+    """
+    local: dict[int, int] = {}
+    summed: dict[int, int] = {}
+    offsets: set[int] = set()
+    entry: re.Match[str] | None = None
     for line in reader.lines["log"]:
         if match := _ELASTIC.search(line.text):
-            return int(match[1])
-    return None
+            local[int(match[2])] = int(match[1])
+        elif match := _ROOT_RANK.match(line.text):
+            entry = match
+            offsets.add(int(match[1]) - int(match[2]))
+        elif entry is not None and (match := _SUMMED_UP.match(line.text)):
+            summed[int(match[1])] = int(entry[1])
+    offset = offsets.pop() if len(offsets) == 1 else 0
+    return {pid: rank + offset for pid, rank in local.items()} | summed
 
 
 def _by_pid(deciding: Line, reader: Reader) -> int | None:
@@ -234,10 +288,10 @@ def _by_pid(deciding: Line, reader: Reader) -> int | None:
     match = _PID.search(deciding.text)
     if match is None:
         return None
-    pid = str(_number(match))
+    pid = _number(match)
+    if (rank := _elastic_ranks(reader).get(pid)) is not None:
+        return rank
     for line in reader.lines["log"]:
-        if (found := _ELASTIC.search(line.text)) and found[2] == pid:
-            return int(found[1])
         if deciding is not line and f"PID {pid}" in line.text and (rank := speaker(line)) is not None:
             return rank
     return None

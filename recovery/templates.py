@@ -67,8 +67,8 @@ class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     context: str = ""  # must be found in the traceback, the line or the few lines before it
     needs: tuple[str, ...] = ()  # counts only if one of these was found too
     not_from: str = ""  # not if the traceback ended here: a launcher's own words only repeat what a worker did
-    rank: Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck"] = (
-        "speaker"  # first is who says it, did not time out, was taken away, fell silent, was killed, or never came back from it
+    rank: Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck", "slow"] = (
+        "speaker"  # first is who says it, did not time out, was taken away, fell silent, was killed, never came back, is behind
     )
     component: str | None = None
     action: Action | None = None
