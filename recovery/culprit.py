@@ -16,8 +16,8 @@ from typing import Literal
 from recovery.evidence import Evidence
 from recovery.reading import Line, Reader
 
-# What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel, who is
-# behind the others.
+# What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel,
+# who is behind the others.
 How = Literal["speaker", "timeout", "outside", "vanished", "killed", "stuck", "slow"]
 # Ends that come from outside, most telling first: interrupted, hung up, asked to stop, never heard of again, killed.
 _ASKED = (-15, 143)

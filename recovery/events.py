@@ -5,7 +5,6 @@ The ledger is the only memory that survives every process, so its vocabulary is 
 with `jq` can read a ledger after the software is gone. Fields may be added with a default; a name never changes its meaning.
 
 Conventions, for all events:
-
 - `t` is unix time in seconds, the moment the thing happened as seen by whoever reports it.
 - `attempt` is the number of the attempt the event belongs to, -1 for events of the run as a whole.
 - `step` counts finished updates: the first update is step 1, a state "of step s" contains s updates, 0 is the initial state.
@@ -48,7 +47,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """A coordinator took up the run. `readopted`: workers of `attempt` were found alive and keep stepping."""
+    """A coordinator took up the run. `readopted`: living workers of `attempt` keep stepping. `origin`: "URL@STEP" of `--from`."""
 
     run_id: str
     config_fingerprint: str = ""
@@ -58,6 +57,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     resumed_from_step: int | None = None
     epoch: int = 0
     readopted: bool = False
+    origin: str = ""
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True):

@@ -66,13 +66,13 @@ def fading(step: int) -> float:
 class Story:
     """A ledger under construction: time only moves on as told."""
 
-    def __init__(self, config: Config, *, layout: str = "", ranks: int = 0) -> None:
+    def __init__(self, config: Config, *, layout: str = "", ranks: int = 0, origin: str = "") -> None:
         self.config, self.t, self.attempt = config, T0, -1
         self.layout = layout or f"tp{config.parallel.tp} x pp{config.parallel.pp}"
         self.ranks = ranks or config.parallel.ranks
         self.step = 0
         plain = msgspec.to_builtins(config)
-        self.events: list[Event] = [RunStarted(t=self.t, run_id="test", config=plain, layout=self.layout)]
+        self.events: list[Event] = [RunStarted(t=self.t, run_id="test", config=plain, layout=self.layout, origin=origin)]
 
     def launch(self, *overrides: str) -> Story:
         """Somebody starts the run once more, with these values."""

@@ -100,7 +100,7 @@ class RunDelegate(StoringDelegate):
         return patiently(partial(self._begin, links, resumed), outage_waits(self._config) if resumed else (0.0, 0.0, 0))
 
     def _begin(self, links: Links, resumed: bool) -> Sequence[Event]:
-        infos = self._run.checkpoints()
+        launch, infos = self._launch, self._run.checkpoints()
         newest = self._run.open() if any(info.state in ("valid", "damaged") for info in infos) else None
         self._committed = self._planned = newest.step if newest else None
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
@@ -120,13 +120,14 @@ class RunDelegate(StoringDelegate):
         started = events.RunStarted(
             t=time.time(),
             run_id=self._url,
-            config_fingerprint=self._launch.fingerprint,
-            config=self._launch.config,
+            config_fingerprint=launch.fingerprint,
+            config=launch.config,
             layout=self._layouts.text,
             owner=msgspec.to_builtins(owner),
             resumed_from_step=self._committed,
             epoch=self._epoch,
             readopted=resumed,
+            origin=f"{launch.origin_url}@{launch.origin_step}" if launch.origin_url and self._committed is None else "",
         )
         taken = events.EpochTaken(t=started.t, epoch=self._epoch, starts_from=self._committed)
         passed = newest.passed_over if newest else []

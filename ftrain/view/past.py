@@ -49,14 +49,14 @@ def turns(run: Recorded) -> tuple[Turn, ...]:
 
 
 def origins(a: Recorded, b: Recorded) -> Origins:
-    """How two runs began. A ledger tells the step of a state that came from elsewhere, not whose it was."""
+    """How two runs began. Of an imported checkpoint a ledger tells the step, not whose it was."""
     one, two = _elsewhere(a), _elsewhere(b)
     if one is None and two is None:
         return Origins()
-    if one == two:
-        state = f"the state of step {one} of a checkpoint from elsewhere"
-        return Origins(text=f"both began with {state}; whether it is the same one is not recorded")
-    how = (f"{name} began with {_state(step)}" for name, step in (("A", one), ("B", two)))
+    if one == two and a.origin == b.origin:
+        doubt = "" if a.origin else "; whether it is the same one is not recorded"
+        return Origins(text=f"both began with {_state(one, a.origin)}{doubt}")
+    how = (f"{name} began with {_state(step, run.origin)}" for name, step, run in (("A", one, a), ("B", two, b)))
     return Origins(same=False, text=", ".join(how))
 
 
@@ -66,9 +66,7 @@ def _elsewhere(run: Recorded) -> int | None:
     return first.restored_step if first and first.source != "init" else None
 
 
-def _state(step: int | None) -> str:
-    return (
-        "initial values"
-        if step is None
-        else f"the state of step {step} of another run's checkpoint (--from) or an imported one"
-    )
+def _state(step: int | None, origin: str) -> str:
+    if step is None:
+        return "initial values"
+    return f"the state of step {step} of {origin.rpartition('@')[0] or 'an imported checkpoint'}"

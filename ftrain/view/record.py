@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Recorded:
     """The newest resolved config, if this version of ftrain can read it."""
     configs: Mapping[int, Config]
     """Attempt -> the config of its layout, as far as the ledger tells it."""
+    origin: str
+    """"URL@STEP" of the other run's checkpoint that the history began with, as far as the ledger tells it."""
     attempts: tuple[Span, ...]
     cursor: Cursor
     """Where it is in its data; without a config, as far as steps go."""
@@ -139,6 +141,7 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
         report=report(events),
         config=config,
         configs=_configs(events),
+        origin=_origin(events),
         attempts=tuple(_spans(events)),
         cursor=_cursor(config, events),
         steps=steps,
@@ -215,6 +218,12 @@ def _configs(events: Iterable[Event]) -> Mapping[int, Config]:
             case AttemptStarted() if (config := known.get(event.layout)) is not None:
                 found[event.attempt] = config
     return found
+
+
+def _origin(events: Iterable[Event]) -> str:
+    """What the run had to begin with when it made its first attempt."""
+    before = takewhile(lambda event: not isinstance(event, AttemptStarted), events)
+    return next((event.origin for event in reversed([*before]) if isinstance(event, RunStarted)), "")
 
 
 def _changed(config: Config | None, made: Iterable[Mapping[str, Any]]) -> Config | None:

@@ -22,6 +22,7 @@ from recovery.events import (
     Event,
     Ready,
     RunEnded,
+    RunStarted,
     StopRequested,
     steps_of,
 )
@@ -195,6 +196,8 @@ def test_a_run_begins_with_the_state_of_another(unbroken_run: TinyRun, unbroken:
     assert code == 0, output
     started = [event for event in run.events() if isinstance(event, AttemptStarted)]
     assert [(event.source, event.restored_step) for event in started] == [("storage", 18)]
+    begun = [event.origin for event in run.events() if isinstance(event, RunStarted)]
+    assert begun == [f"{unbroken_run.url}@18"]
     assert stored_digests(run.url) == (run.steps, unbroken)
 
 

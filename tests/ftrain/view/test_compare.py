@@ -129,10 +129,14 @@ def test_measured_are_the_steps_under_the_settings_that_are_compared() -> None:
 
 def test_runs_that_began_with_other_states_are_said_to_be_so_and_nothing_is_blamed() -> None:
     """Behind the losses of a run with --from there are steps that this run has not done."""
-    forked = Story(config("machine.threads=2")).start(at=20, source="storage").steps(20, seconds=0.8, loss=lambda step: 9.0)
+    forked = (
+        Story(config("machine.threads=2"), origin="s3://runs/a@20")
+        .start(at=20, source="storage")
+        .steps(20, seconds=0.8, loss=lambda step: 9.0)
+    )
     found = laid(plain(seconds=1.0).events, forked.events)
     text = "\n".join(lines(found))
-    assert "A began with initial values, B began with the state of step 20 of another run's checkpoint (--from)" in text
+    assert "A began with initial values, B began with the state of step 20 of s3://runs/a" in text
     assert not found.learning.same_updates
     assert found.learning.first_difference is None
     assert "the same material, whatever" not in text
@@ -140,9 +144,19 @@ def test_runs_that_began_with_other_states_are_said_to_be_so_and_nothing_is_blam
     assert about(found, "speed").text.startswith("once the results agree, prefer B (machine.threads = 2)")
     assert found.as_dict()["learning"]["origins"]["same"] is False
 
-    both = laid(forked.events, forked.events)  # may be of one checkpoint, which is the usual way to try a switch
+    both = laid(forked.events, forked.events)  # the usual way to try a switch
     assert both.learning.same_updates
-    assert any("whether it is the same one is not recorded" in line for line in lines(both))
+    assert "  both began with the state of step 20 of s3://runs/a" in lines(both)
+
+    other = Story(config("machine.threads=2"), origin="s3://runs/b@20").start(at=20, source="storage").steps(20)
+    apart = laid(forked.events, other.events).learning.origins
+    assert not apart.same
+    assert apart.text == "A began with the state of step 20 of s3://runs/a, B began with the state of step 20 of s3://runs/b"
+
+    imported = Story(config()).start(at=20, source="storage").steps(20)
+    found = laid(imported.events, imported.events)
+    assert found.learning.same_updates
+    assert any("of an imported checkpoint; whether it is the same one is not recorded" in line for line in lines(found))
     assert "began with" not in "\n".join(lines(laid(plain().events, plain().events)))
 
 
