@@ -47,7 +47,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """A coordinator took up the run. `readopted`: living workers of `attempt` keep stepping. `origin`: "URL@STEP" of `--from`."""
+    """A coordinator took up the run. `readopted`: workers of `attempt` keep stepping. `origin`: "URL@STEP" of `--from`."""
 
     run_id: str
     config_fingerprint: str = ""
