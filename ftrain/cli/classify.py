@@ -30,6 +30,8 @@ LOG_BYTES = 4 << 20  # of a plain log, from its end, where the error is: at wors
 HEAD_BYTES = 64 * 1024  # to tell a log from JSON: blank lines may come first
 # `[` also begins the lines of many a log (`[rank0]: ...`, `[2026-01-31 ...`): only an array of cases begins like this.
 _JSON = re.compile(rb"\s*(\{|\[\s*([{\]]|$))")
+# Many a program logs JSON lines, and Python prints dicts: a case is what has a case's fields.
+_FIELD = re.compile(rb'"exit"\s*:|"(log|kernel|scheduler)"\s*:\s*\[|^\s*\[\s*\]?\s*$')
 
 
 @click.command()
@@ -44,9 +46,9 @@ _JSON = re.compile(rb"\s*(\{|\[\s*([{\]]|$))")
 def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatures: Path | None) -> None:
     """Say what interrupted each case of FILES: recorded incidents, or plain logs of any software (`-` is stdin).
 
-    A file that begins like JSON (`{`, or `[` before `{`) holds cases: one object, an array, or one object a line, with the
-    fields exit, log, kernel, scheduler; or what a worker wrote of its last exception (rank-00003.error.json). Any other file is
-    the log of one case, named like the file; of a log larger than 4 MiB the end is read.
+    JSON with a field exit (an object), log, kernel or scheduler (arrays) holds cases: one object, an array, or one object a
+    line; so does what a worker wrote of its last exception (rank-00003.error.json). Any other file is the log of one case, also
+    one of JSON lines, named like the file; of a log larger than 4 MiB the end is read.
 
     \b
     Examples:
@@ -66,7 +68,10 @@ def read_cases(file: Path) -> Iterator[Evidence]:
     """The cases of a file: one JSON object, a JSON array, or one object a line; a plain log is one case. Nothing in nothing."""
     with nullcontext(io.BytesIO(sys.stdin.buffer.read())) if str(file) == "-" else file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
-        if head.strip() and not _JSON.match(head):
+        if not head.strip():
+            render.note(f"{file}: nothing stands in it")
+            return
+        if not (_JSON.match(head) and (_FIELD.search(head) or _error_report(head))):
             yield _log(file, stream)
             return
         stream.seek(0)

@@ -72,6 +72,8 @@ def test_reasons_for_people_and_for_scripts(tmp_path: Path) -> None:
         pytest.param("\n\n", id="blank lines first"),
         pytest.param("[rank0]: starting\n[rank1]: starting\n", id="a prefix like an array"),
         pytest.param("[2026-01-31 10:00:00] starting\n", id="a time like an array"),
+        pytest.param('{"ts": 1.5, "level": "INFO", "rank": 0, "scheduler": "cosine", "msg": "starting"}\n', id="JSON lines"),
+        pytest.param("{'loss': 0.97, 'epoch': 1.2}\n", id="what Python prints of a dict"),
         pytest.param("\x1b[32mstarting\x1b[0m \udcff\n", id="colour and no UTF-8"),
     ],
 )
@@ -95,6 +97,14 @@ def test_what_a_worker_wrote_of_its_exception_is_read_as_its_own_words(tmp_path:
     said = json.loads(result.output)
     assert (said["id"], said["class"], said["first_failing_rank"]) == (file.name, "software_error", 3)
     assert said["evidence"][0]["text"] == "[rank3]: ZeroDivisionError: division by zero"
+
+
+def test_of_an_empty_file_that_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "train.log"
+    file.touch()
+    result = CliRunner().invoke(classify, [str(file)])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "train.log: nothing stands in it" in result.stderr
 
 
 def test_a_log_from_a_pipe() -> None:
