@@ -21,6 +21,7 @@ from ftrain.compose.launch import keeper_args, keeper_argv
 from ftrain.compose.ledgers import StoreSink
 from ftrain.compose.nodes import fleet_spec, node_args, shared_dir, tell_nodes, this_node
 from ftrain.compose.packets import Packets
+from ftrain.compose.paths import CONFIGURED
 from ftrain.compose.skips import ranges
 from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     """Run the coordinator of the run in `argv[0]`; returns the exit code of the whole run."""
     folder = Path(argv[0])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
+    launch = msgspec.json.decode((folder / CONFIGURED).read_bytes(), type=Launch)
     config = msgspec.convert(launch.config, Config)
     try:
         limit_traffic(config)

@@ -16,8 +16,8 @@ from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.corpora import check_data, check_tokenizer
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
-from ftrain.compose.nodes import arena_nbytes, fleet_spec, shared_dir
-from ftrain.compose.paths import absolute_url, local_dir
+from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
+from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
 from ftrain.load import fingerprint
@@ -79,7 +79,7 @@ def write(launch: Launch, config: Config) -> Path:
     """Leave it where the coordinator reads it; returns the run's local folder."""
     config = with_absolute_url(config)
     folder = local_dir(config)
-    _write(folder / "launch.json", launch)
+    _write(folder / CONFIGURED, launch)
     _write(folder / "config.json", launch.config)
     _write(folder / "keeper.json", keeper_args(config, folder))
     return folder
@@ -89,7 +89,7 @@ def relaunch(folder: Path, launch: Launch, config: Config) -> None:
     """The config that a live run goes on with: what its next coordinator reads, should this one die."""
     wanted = msgspec.structs.replace(launch, config=msgspec.to_builtins(config), fingerprint=fingerprint(config), changes=[])
     _write(folder / "config.json", wanted.config)
-    _write(folder / "launch.json", wanted)
+    _write(folder / CONFIGURED, wanted)
 
 
 def keeper_args(config: Config, folder: Path) -> KeeperArgs:
@@ -111,9 +111,9 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
 def check_agent(folder: Path, wanted: str) -> None:
     """An agent that outlived its coordinator has workers that step on under the config they were started with."""
     agent = living_agent(folder)
-    if agent is None or not (folder / "launch.json").exists():
+    if agent is None or not (folder / CONFIGURED).exists():
         return
-    had = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
+    had = msgspec.json.decode((folder / CONFIGURED).read_bytes(), type=Launch)
     if had.fingerprint != wanted:
         raise RefusedError(
             [
@@ -128,6 +128,8 @@ def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
 
     `wanted`: the fingerprint of the config.
     """
+    if (folder / SUPERVISED).exists():
+        raise RefusedError([f"{folder} is the folder of a supervised command (`ftrain supervise`): give run.url another place"])
     try:
         claim(folder, take_over=take_over).release()
         check_agent(folder, wanted)
@@ -138,9 +140,9 @@ def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
 
 
 def check_network(config: Config) -> None:
-    """The nodes of a run on several machines will look for this one on its interface."""
+    """The nodes of a run on several machines will look for this one on its interface, at its port."""
     try:
-        fleet_spec(config, local_dir(config))
+        check_port(fleet_spec(config, local_dir(config)), "machine.port")
     except NoInterfaceError as error:
         raise RefusedError([str(error)]) from error
 

@@ -13,11 +13,13 @@ import msgspec
 from ftrain.checkpoint.layout import rank_slot_nbytes
 from ftrain.checkpoint.names import PEER_SLOTS
 from ftrain.compose.args import KeeperArgs
+from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import folder_of
 from ftrain.config import Config
 from ftrain.phases import effective, num_phases
 from recovery.files import replace_file
 from recovery.network import interface_address, names_of
+from recovery.ports import can_bind
 from recovery.rendezvous import control_folder
 from recovery.spec import FleetSpec
 
@@ -84,6 +86,14 @@ def fleet_spec(config: Config, folder: Path) -> FleetSpec | None:
         ranks_per_node=config.machine.ranks_per_node,
         patience_s=config.recovery.nodes_s,
     )
+
+
+def check_port(spec: FleetSpec | None, option: str) -> None:
+    """RefusedError if the coordinator could not wait for its nodes where `option` says, because somebody else does."""
+    if spec is not None and not can_bind(spec.host, spec.port):
+        raise RefusedError(
+            [f"{option}: port {spec.port} of {spec.host} is in use: give another one, or 0 for any that is free"]
+        )
 
 
 def tell_nodes(shared: Path, args: NodeArgs) -> None:

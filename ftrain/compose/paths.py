@@ -17,6 +17,10 @@ from ftrain.config import Config
 from ftrain.data.stdlib import cache_root
 from ftrain.schemes import is_local
 
+CONFIGURED = "launch.json"
+SUPERVISED = "supervise.json"
+"""What a local folder holds of the newest `ftrain run`, or `ftrain supervise`, there."""
+
 
 def folder_of(url: str) -> Path:
     """The absolute path of a local place. `~` is the home folder; of nobody's (`~nobody/x`) it stays a name, as in a shell."""

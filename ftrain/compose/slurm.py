@@ -19,7 +19,7 @@ from ftrain.compose.args import Launch
 from ftrain.compose.command_launch import CommandLaunch
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.nodes import num_nodes, shared_dir
-from ftrain.compose.paths import local_dir, local_dir_of
+from ftrain.compose.paths import CONFIGURED, local_dir, local_dir_of
 from ftrain.config import Config, Slurm
 from ftrain.load import apply_override
 from ftrain.phases import most_ranks
@@ -116,7 +116,7 @@ def batch_text(config: Config, config_path: str, overrides: Sequence[str]) -> st
 
 def config_of(folder: Path) -> Config:
     """The config that the run in `folder` was launched with."""
-    launch = msgspec.json.decode((folder / "launch.json").read_bytes(), type=Launch)
+    launch = msgspec.json.decode((folder / CONFIGURED).read_bytes(), type=Launch)
     return msgspec.convert(launch.config, Config)
 
 

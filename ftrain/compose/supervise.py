@@ -19,9 +19,9 @@ from ftrain.compose.command_launch import CommandLaunch
 from ftrain.compose.endwatch import EndWatch, planned_end
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.exporter import Exporter
-from ftrain.compose.nodes import NodeArgs, tell_nodes, this_node
+from ftrain.compose.nodes import NodeArgs, check_port, tell_nodes, this_node
 from ftrain.compose.packets import Packets
-from ftrain.compose.paths import absolute_url, local_dir_of
+from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir_of
 from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.slurm import REQUEUE, JobNodes, ask_for_requeue, join_command
 from ftrain.compose.webhook import tell
@@ -42,7 +42,6 @@ from recovery.slurm import job_id
 from recovery.spec import CoordinatorSpec, FleetSpec
 from recovery.state import RunState, fold
 
-RECORD = "supervise.json"
 WEBHOOK_S = 10.0
 MARGIN_S = 30.0  # kept free between the last save and the end that a scheduler has announced
 POLL_S = 2.0
@@ -55,11 +54,12 @@ def prepare(launch: CommandLaunch) -> Path:
     """
     check(launch)
     folder = local_dir_of(launch.url)
-    if (folder / "launch.json").exists():
+    if (folder / CONFIGURED).exists():
         raise RefusedError([f"{launch.url} is the run of a config (`ftrain run`): give --run another folder"])
     claim(folder, take_over=launch.take_over).release()
+    check_port(fleet_spec(launch, folder), "--port")
     (folder / REQUEUE).unlink(missing_ok=True)
-    replace_file(folder / RECORD, msgspec.json.format(msgspec.json.encode(launch)))
+    replace_file(folder / SUPERVISED, msgspec.json.format(msgspec.json.encode(launch)))
     return folder
 
 
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
     """Run the coordinator of the supervised run in `argv[0]`; returns the exit code of the whole run."""
     folder = Path(argv[0])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = msgspec.json.decode((folder / RECORD).read_bytes(), type=CommandLaunch)
+    launch = msgspec.json.decode((folder / SUPERVISED).read_bytes(), type=CommandLaunch)
     exporter = Exporter(folder, port=0)
     try:
         coordinator = compose(folder, launch)

@@ -208,6 +208,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, word
     assert expected in done.stderr
 
 
+def test_a_run_of_a_config_leaves_the_folder_of_a_script_alone(tmp_path: Path) -> None:
+    with supervised(tmp_path, "true") as script:
+        assert script.wait()[0] == 0
+        before = sorted(script.local.rglob("*"))
+        done = ftrain("run", "configs/tiny-dp2.toml", "--set", f"run.url={script.url}")
+        assert done.returncode == 3
+        assert "is the folder of a supervised command (`ftrain supervise`): give run.url another place" in done.stderr
+        assert sorted(script.local.rglob("*")) == before
+
+
 def test_ddp_with_a_checkpointer_is_killed_and_goes_on_bit_for_bit(tmp_path: Path, undisturbed: Ends) -> None:
     with supervised(tmp_path, "--nproc", "2", *standing("1:0:125", *DDP)) as run:
         run.wait_event(CheckpointCommitted, lambda event: event.step >= 20)

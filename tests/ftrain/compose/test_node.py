@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def test_a_node_has_a_folder_and_a_keeper_of_its_own_and_knows_its_own_network(t
     keeper = msgspec.json.decode((tmp_path / "nodes" / "n7" / "keeper.json").read_bytes())
     assert keeper["url"] == found.run.url
     assert (control_folder(tmp_path) / "node.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("command", ["run", "supervise"])
+def test_a_port_that_somebody_else_listens_on_is_refused_before_anything_starts(tmp_path: Path, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        own = ("--set", f"run.url={tmp_path / 'run'}", "--set", "machine.ranks_per_node=1", "--set", f"machine.port={port}")
+        ways = {
+            "run": ("run", DEMO, *own, "--set", "parallel.ranks=2", "--set", "machine.interface=lo"),
+            "supervise": ("supervise", "--run", f"{tmp_path / 'run'}", "--nnodes", "2", "--nproc", "1", "--interface", "lo")
+            + ("--port", str(port), "--", "true"),
+        }
+        done = ftrain(*ways[command])
+    assert done.returncode == 3, done.stderr
+    named = {"run": "machine.port", "supervise": "--port"}[command]
+    assert f"{named}: port {port} of 127.0.0.1 is in use" in done.stderr
+    assert not (tmp_path / "run" / "local" / "ledger").exists()
 
 
 def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) -> None:
