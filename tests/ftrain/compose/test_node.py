@@ -49,13 +49,13 @@ def test_a_node_has_a_folder_and_a_keeper_of_its_own_and_knows_its_own_network(t
 def test_a_port_that_somebody_else_listens_on_is_refused_before_anything_starts(tmp_path: Path, command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        own = ("--set", f"run.url={tmp_path / 'run'}", "--set", "machine.ranks_per_node=1", "--set", f"machine.port={port}")
+        folder = str(tmp_path / "run")
         ways = {
-            "run": ("run", DEMO, *own, "--set", "parallel.ranks=2", "--set", "machine.interface=lo"),
-            "supervise": ("supervise", "--run", f"{tmp_path / 'run'}", "--nnodes", "2", "--nproc", "1", "--interface", "lo")
-            + ("--port", str(port), "--", "true"),
+            "run": f"run {DEMO} --set run.url={folder} --set machine.ranks_per_node=1 --set machine.port={port} "
+            "--set parallel.ranks=2 --set machine.interface=lo",
+            "supervise": f"supervise --run {folder} --nnodes 2 --nproc 1 --interface lo --port {port} -- true",
         }
-        done = ftrain(*ways[command])
+        done = ftrain(*ways[command].split())
     assert done.returncode == 3, done.stderr
     named = {"run": "machine.port", "supervise": "--port"}[command]
     assert f"{named}: port {port} of 127.0.0.1 is in use" in done.stderr
