@@ -402,9 +402,9 @@ class Checkpoint(Section, frozen=True, kw_only=True):
         tuple[KeepLast | KeepEvery | KeepBest | KeepPinned | KeepYoung, ...],
         Meta(description="a checkpoint is kept if any of these keeps it; empty: everything is kept", extra=FREE),
     ] = (KeepLast(n=3),)
-    grace_s: Annotated[float, Meta(ge=0, description="packs outlive their deleted commit by this many seconds", extra=FREE)] = (
-        3600.0
-    )
+    grace_s: Annotated[
+        float, Meta(ge=0, description="packs outlive their deleted commit so many seconds, while there is room", extra=FREE)
+    ] = 3600.0
 
 
 class Storage(Section, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
 from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, StoreSnapshot
 from ftrain.checkpoint.stream import SlotStream
+from storage.errors import NoSpace
 from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
@@ -118,12 +119,16 @@ class Keeper:
         self._tell_debts()
 
     def store(self, message: StoreSnapshot) -> None:
-        """Send what is here of a snapshot to storage, unless it is on its way already."""
+        """Send what is here of a snapshot to storage, unless it is on its way or there already; once more where that failed."""
         for name, slot in self._slots.items():
             header = slot.header()
-            if header.state is SlotState.COMPLETE and (header.attempt, header.step) == (message.attempt, message.step):
+            if header.state is SlotState.EMPTY or (header.attempt, header.step) != (message.attempt, message.step):
+                continue
+            if isinstance(self._answers.get(name), PackFailed):
+                self._answers.pop(name, None)
+            if header.state is SlotState.COMPLETE:
                 slot.want_upload()
-                self.snapshot_ready(name)
+            self.snapshot_ready(name)
 
     def _tell_debts(self) -> None:
         headers = [slot.header() for slot in self._slots.values()]
@@ -205,7 +210,8 @@ class Keeper:
         except Exception as error:  # whatever it is, the coordinator must hear of it: a thread's error has no other listener
             if stream.lost:
                 return None, {}
-            return PackFailed(**identity, reason=f"{type(error).__name__}: {error}", tier=tier), {}
+            reason, no_space = f"{type(error).__name__}: {error}", isinstance(error, NoSpace)
+            return PackFailed(**identity, reason=reason, tier=tier, no_space=no_space), {}
         manifest = stream.described(pack_manifest(slot, key.rsplit("/", 1)[1], digests))
         stored = PackStored(
             **identity,

@@ -23,7 +23,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
 
 
 class StoreSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="store-snapshot"):
-    """Coordinator to all keepers: the run is being stopped; put this snapshot, whole in memory, into storage."""
+    """Coordinator to all keepers: put this snapshot into storage, as the run is being stopped, or as there is room now."""
 
     attempt: int
     step: int
@@ -58,6 +58,7 @@ class PackFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     world: int
     reason: str
     tier: str = "storage"
+    no_space: bool = False  # storage had no room for it
 
 
 class Buddies(msgspec.Struct, frozen=True, kw_only=True, tag="buddies"):

@@ -10,17 +10,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ftrain.checkpoint.messages import PackStored, Settled
+from ftrain.compose.debts import Group
+from ftrain.units import format_bytes
 from recovery.events import CheckpointCommitted, CheckpointFailed, Event, StorageNotice, TierCommitted
+from storage.errors import NoSpace
 from storage.manifest import Manifest
 from storage.merge import merge
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
 OLDEST_UPLOAD_S = 24 * 3600.0  # an unfinished upload that began before may be swept: no writer works on one pack for a day
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,17 @@ class Outcome:
     events: tuple[Event, ...]
     settled: Settled
     committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What came of the wish for room for one checkpoint. `freed_bytes`: also by the collection after the last commit, which its
+    writers may not have had the good of; with none there is as little room as before.
+    """
+
+    group: Group
+    freed_bytes: int
+    events: tuple[Event, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +73,7 @@ class Job:
 
 
 class Committer:
-    """One thread with a queue. `submit`, `results` and `idle` may be called from the coordinator's thread only.
+    """One thread with a queue. `submit`, `make_room`, `results`, `rooms` and `idle` are for the coordinator's thread only.
 
     One for the run's own storage, and one for the local tier.
     """
@@ -77,9 +94,11 @@ class Committer:
         """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._local, self._digests, self._writers = local, digests, writers
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Group | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._open = 0
+        self._freed = 0  # bytes, since the last commit began or room was made
         self.collect_error = ""
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
@@ -89,11 +108,20 @@ class Committer:
         self._open += 1
         self._jobs.put(job)
 
+    def make_room(self, group: Group) -> None:
+        """Delete at once, for this checkpoint, what is to be deleted after a grace period (ADR 34)."""
+        self._open += 1
+        self._jobs.put(group)
+
     def results(self) -> list[Outcome]:
-        """What has been done since the last call."""
-        done = []
-        while not self._results.empty():
-            done.append(self._results.get())
+        """What has been committed, or could not be, since the last call."""
+        done = list(taken(self._results))
+        self._open -= len(done)
+        return done
+
+    def rooms(self) -> list[Room]:
+        """Where room was wanted, since the last call."""
+        done = list(taken(self._rooms))
         self._open -= len(done)
         return done
 
@@ -109,9 +137,14 @@ class Committer:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._results.put(self._commit(job))
+            if isinstance(job, Job):
+                self._freed = 0
+                self._results.put(self._commit(job))
+            else:
+                self._rooms.put(self._room(job))
             self._wake()
-            self._collect()
+            if isinstance(job, Job):
+                self._collect()
 
     def _commit(self, job: Job) -> Outcome:
         settled = Settled(attempt=job.attempt, step=job.step)
@@ -127,12 +160,24 @@ class Committer:
             written = (job.epoch, manifest.digests)  # in another epoch it may equal one that is no part of the history any more
             if job.changed and written == self._digests:
                 return self._stale(job, settled)
-            self._run.commit(manifest)
+            made = self._seal(job, manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
             failure = self._failed(job, f"{type(error).__name__}: {error}")
             return Outcome(epoch=job.epoch, events=(failure,), settled=settled, committed=False)
         self._digests = written
-        return Outcome(epoch=job.epoch, events=(self._done(job, manifest),), settled=settled, committed=True)
+        return Outcome(epoch=job.epoch, events=(*made, self._done(job, manifest)), settled=settled, committed=True)
+
+    def _seal(self, job: Job, manifest: Manifest) -> tuple[Event, ...]:
+        """Commit it, where there is no room once more after room was made; what there is to say of that."""
+        try:
+            self._run.commit(manifest)
+        except NoSpace:
+            room = self._room((job.attempt, job.step))
+            if not room.freed_bytes:
+                raise
+            self._run.commit(manifest)
+            return room.events
+        return ()
 
     def _stale(self, job: Job, settled: Settled) -> Outcome:
         """A snapshot that was not taken: committing it would call an old state a new one."""
@@ -165,14 +210,37 @@ class Committer:
             retries=sum(part.retries for part in job.parts),
         )
 
-    def _collect(self) -> None:
+    def _room(self, group: Group) -> Room:
+        freed = self._collect(grace_s=0.0)
+        total, self._freed = self._freed, 0
+        if not freed:
+            return Room(group=group, freed_bytes=total, events=())
+        attempt, step = group
+        text = (
+            f"there was no room for the checkpoint of step {step}: {format_bytes(freed)} of deleted ones went before their "
+            f"{self._grace_s:g} s (checkpoint.grace_s) were over"
+        )
+        said = StorageNotice(t=time.time(), attempt=attempt, topic="room", text=text, step=step)
+        return Room(group=group, freed_bytes=total, events=(said,))
+
+    def _collect(self, grace_s: float | None = None) -> int:
+        """Delete what no policy keeps; bytes that are free again."""
         if not self._policies:
-            return
+            return 0
+        grace_s, freed = self._grace_s if grace_s is None else grace_s, 0
         try:
-            self._run.collect(self._policies, now_s=time.time(), grace_s=self._grace_s, writers=self._writers())
+            freed = self._run.collect(self._policies, now_s=time.time(), grace_s=grace_s, writers=self._writers()).freed_bytes
             self._run.store.sweep_unfinished(older_than_s=max(self._grace_s, OLDEST_UPLOAD_S))
             self.collect_error = ""
         except (
             Exception
         ) as error:  # nothing is lost by collecting later: shown by `ftrain status`, tried again after the next commit
             self.collect_error = f"{type(error).__name__}: {error}"
+        self._freed += freed
+        return freed
+
+
+def taken(results: queue.SimpleQueue[T]) -> Iterator[T]:
+    """What lies in a queue that nobody else reads."""
+    while not results.empty():
+        yield results.get()

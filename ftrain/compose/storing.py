@@ -18,15 +18,17 @@ from ftrain.checkpoint.messages import (
     Resend,
     SaveSkipped,
     Settled,
+    StoreSnapshot,
     decode_keeper,
     encode,
 )
 from ftrain.compose.args import Launch, Memo
-from ftrain.compose.committer import Committer, Job
+from ftrain.compose.committer import Committer, Job, Room
 from ftrain.compose.debts import Debts, Group
 from ftrain.compose.doubts import Doubts
 from ftrain.compose.elastic import ElasticDelegate
 from ftrain.compose.last import LastState
+from ftrain.compose.rooms import Rooms
 from ftrain.config import Config
 from recovery import events
 from recovery.events import Event
@@ -50,6 +52,7 @@ class StoringDelegate(ElasticDelegate):
         self._debts = Debts()
         self._last = LastState()
         self._doubts = Doubts()
+        self._rooms = Rooms()
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
@@ -111,6 +114,25 @@ class StoringDelegate(ElasticDelegate):
         return []
 
     def _on_failed(self, failed: PackFailed) -> list[Event]:
+        group = (failed.attempt, failed.step)
+        if self._rooms.is_waiting(group):
+            return []
+        if self._committer is not None and self._rooms.wait(failed):
+            self._committer.make_room(group)
+            return []
+        return self._give_up(failed)
+
+    def _roomed(self, room: Room) -> list[Event]:
+        """Room was made for a save, or there was none to make."""
+        failed, (attempt, step) = self._rooms.made(room.group, room.freed_bytes), room.group
+        if room.group in self._settled:
+            return [*room.events]
+        if failed is not None:
+            return self._give_up(failed)
+        self.links.to_keeper(encode(StoreSnapshot(attempt=attempt, step=step)))
+        return [*room.events]
+
+    def _give_up(self, failed: PackFailed) -> list[Event]:
         self._parts.pop((failed.attempt, failed.step), None)
         self._settle(Settled(attempt=failed.attempt, step=failed.step))
         self._after_failure()
@@ -160,6 +182,8 @@ class StoringDelegate(ElasticDelegate):
                 )
                 self._after_failure()
             found += outcome.events
+        for room in self._committer.rooms() if self._committer else []:
+            found += self._roomed(room)
         return found
 
     def makes_way(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftrain.compose.proof import stored_digests
-from recovery.events import CheckpointCommitted, CheckpointFailed, steps_of
+from recovery.events import CheckpointCommitted, CheckpointFailed, StorageNotice, steps_of
 from tests.commands import ftrain, ftrain_json
 from tests.conftest import remount_read_only
 from tests.runs import TinyRun, finish, halt, no_process_left
@@ -16,6 +16,7 @@ from tests.runs import TinyRun, finish, halt, no_process_left
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 KEEP_ALL = ("--set", "checkpoint.retention=[]", "--set", "checkpoint.every_steps=3")  # ten checkpoints of half a MiB
+KEEP_TWO = ("--set", "checkpoint.retention=[{keep='last', n=2}]", "--set", "checkpoint.every_steps=3")
 
 
 def failed(run: TinyRun) -> list[CheckpointFailed]:
@@ -73,6 +74,23 @@ def test_a_disk_that_stays_full_is_said_at_the_end(small_disk, corpus: str, tmp_
     check_whole(run)
     code, output = run.run()
     assert code == 0, output
+    assert stored_digests(run.url) == (run.steps, unbroken)
+
+
+def test_what_is_deleted_anyway_makes_room_for_the_next_save(small_disk, corpus: str, tmp_path: Path, unbroken) -> None:
+    """Room for five checkpoints, two of which are to be kept: the others' grace period is longer than the run."""
+    disk = small_disk(8)
+    run = TinyRun(folder=tmp_path / "config", corpus=corpus, url=str(disk / "run"), local_dir=str(tmp_path / "local"))
+    (disk / "ballast").write_bytes(bytes(5_600_000))
+    with no_process_left(run):
+        code, output = run.run(*KEEP_TWO, "--set", "checkpoint.grace_s=3600")
+    assert code == 0, output
+    assert failed(run) == []
+    assert committed(run) == list(range(3, run.steps + 1, 3))
+    notices = [event for event in run.events() if isinstance(event, StorageNotice) and event.topic == "room"]
+    assert notices
+    assert "(checkpoint.grace_s) were over" in notices[0].text
+    assert ftrain("ckpt", "verify", run.url).returncode == 0
     assert stored_digests(run.url) == (run.steps, unbroken)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ftrain.checkpoint.arena import ArenaSlot, slot_nbytes
 from ftrain.checkpoint.keeper import Keeper
-from ftrain.checkpoint.messages import KeeperMessage, Owed, PackStored, Settled, StoreSnapshot
+from ftrain.checkpoint.messages import KeeperMessage, Owed, PackFailed, PackStored, Settled, StoreSnapshot
 from storage.box import Box
 from storage.compress import Compressor
+from storage.errors import NoSpace
 from storage.memory import MemoryStore
 from storage.merge import merge
 from storage.pack import ArraySpec, check, plan_pack, write_part
@@ -114,6 +117,36 @@ def test_what_is_here_of_a_snapshot_is_stored_when_asked_for_though_other_ranks_
         keeper.store(StoreSnapshot(attempt=attempt, step=step))
     keeper.close()
     assert [(type(answer), answer.step) for answer in said if not isinstance(answer, Owed)] == [(PackStored, 3)]
+
+
+class FullStore(MemoryStore):
+    """Has no room, until it has."""
+
+    full = True
+
+    def put_stream(self, key: str, stream: Any) -> None:
+        if self.full:
+            raise NoSpace("no space left on the device", key)
+        super().put_stream(key, stream)
+
+
+def test_what_there_was_no_room_for_is_stored_when_asked_for_again_and_only_that(fd: int) -> None:
+    said: queue.SimpleQueue[KeeperMessage] = queue.SimpleQueue()
+    store, request = FullStore(), StoreSnapshot(attempt=0, step=3)
+    keeper = Keeper(lambda: store, said.put)
+    snapshot(fd, step=3, upload=True)
+    keeper.adopt("ours", fd)
+    failed = said.get(timeout=30)
+    assert isinstance(failed, PackFailed)
+    assert (failed.step, failed.no_space) == (3, True)
+    assert "no space left" in failed.reason
+    store.full = False
+    keeper.snapshot_ready("ours")  # said again by whoever: nobody has asked for another try
+    keeper.store(request)
+    assert isinstance(said.get(timeout=30), PackStored)
+    keeper.store(request)
+    keeper.close()
+    assert said.empty()
 
 
 def test_a_snapshot_announced_twice_is_stored_once_and_one_whose_copy_died_never(

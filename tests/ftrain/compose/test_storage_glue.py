@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from ftrain.checkpoint.messages import PackStored
+from ftrain.checkpoint.messages import PackFailed, PackStored
 from ftrain.compose.committer import Committer, Job, Outcome
 from ftrain.compose.holder import Holder, check_holder
 from ftrain.compose.places import Places
+from ftrain.compose.rooms import Rooms
 from ftrain.compose.stores import local_tier_url, open_known, store_options
 from ftrain.compose.tiers import LocalTier, mirror_checkpoint
 from ftrain.config import Storage
 from ftrain.load import load
 from recovery.events import CheckpointCommitted, CheckpointFailed, StorageNotice, TierCommitted
 from recovery.owner import HeldError, this_process
+from storage.commit import CommitRecord
 from storage.epoch import read_epochs
+from storage.errors import NoSpace
 from storage.heal import heal
 from storage.keys import pack_name, step_folder
 from storage.lease import read_holder, renew
+from storage.manifest import Manifest
 from storage.memory import MemoryStore
 from storage.objects import ObjectStore
+from storage.retention import KeepLast, RetentionPolicy
 from storage.run import RunStore
 from storage.s3 import S3Options
 from tests.storage.building import SPECS, build_pack, deal, random_values, save
@@ -104,11 +110,17 @@ def parts(store: ObjectStore, values: dict, step: int, epoch: int) -> tuple[Pack
 class Committing:
     """A committer, and what it says to one job after the other."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, policies: Sequence[RetentionPolicy] = (), *, grace_s: float = 0.0) -> None:
         self.store, self.run = store, RunStore(store)
         self.epoch = self.run.take_epoch(owner={})
         self.done = threading.Semaphore(0)
-        self.committer = Committer(self.run, [], grace_s=0.0, wake=self.done.release)
+        self.committer = Committer(self.run, policies, grace_s=grace_s, wake=self.done.release)
+
+    def packs(self) -> list[int]:
+        """The steps of which there are packs."""
+        return sorted(
+            {int(info.key.split("/")[1][5:]) for info in self.store.list("checkpoints/") if info.key.endswith(".pack")}
+        )
 
     def commit(self, values: dict, step: int, *, changed: bool) -> Outcome:  # type: ignore[type-arg]
         made = parts(self.store, values, step, self.epoch)
@@ -134,6 +146,62 @@ def test_a_stale_snapshot_raises_the_alarm_and_is_not_committed() -> None:
     assert committing.commit(OTHER, 50, changed=True).committed, "after a roll-back it may equal what was given up"
     assert [info.step for info in committing.run.checkpoints() if info.state == "valid"] == [10, 30, 40, 50]
     committing.committer.close()
+
+
+def test_room_is_made_of_what_is_deleted_anyway_and_nothing_else() -> None:
+    committing = Committing(ClockStore(), [KeepLast(n=2)], grace_s=3600.0)
+    for step in (10, 20, 30):
+        assert committing.commit(VALUES, step, changed=False).committed
+    assert committing.packs() == [10, 20, 30], "within the grace period"
+    committing.committer.make_room((0, 40))
+    assert not committing.committer.idle
+    assert committing.done.acquire(timeout=30)
+    (room,) = committing.committer.rooms()
+    (said,) = room.events
+    assert isinstance(said, StorageNotice)
+    assert (room.group, said.topic, said.step) == ((0, 40), "room", 40)
+    assert room.freed_bytes > 0
+    assert "before their 3600 s (checkpoint.grace_s) were over" in said.text
+    assert committing.packs() == [20, 30]
+    committing.committer.make_room((0, 40))
+    assert committing.done.acquire(timeout=30)
+    (room,) = committing.committer.rooms()
+    assert (room.freed_bytes, room.events) == (0, ())
+    assert committing.committer.idle
+    committing.committer.close()
+
+
+def test_a_commit_that_finds_no_room_is_tried_again_once_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    committing = Committing(ClockStore(), [KeepLast(n=1)], grace_s=3600.0)
+    for step in (10, 20):
+        assert committing.commit(VALUES, step, changed=False).committed
+    commit = committing.run.commit
+
+    def on_a_full_disk(manifest: Manifest) -> CommitRecord:
+        if committing.packs() == [10, 20, 30]:
+            raise NoSpace("no space left on the device", "manifest")
+        return commit(manifest)
+
+    monkeypatch.setattr(committing.run, "commit", on_a_full_disk)
+    outcome = committing.commit(VALUES, 30, changed=False)
+    assert outcome.committed
+    assert [type(event) for event in outcome.events] == [StorageNotice, CheckpointCommitted]
+    assert committing.packs() == [20, 30]
+    committing.committer.close()
+
+
+def test_a_save_without_room_is_tried_again_at_most_twice_and_only_where_room_was_made() -> None:
+    failed = PackFailed(epoch=0, attempt=0, step=3, rank=0, world=2, reason="full", no_space=True)
+    rooms = Rooms()
+    assert not rooms.wait(msgspec.structs.replace(failed, no_space=False))
+    assert rooms.wait(failed)
+    assert rooms.is_waiting((0, 3))
+    assert rooms.made((0, 3), 0) is failed, "nothing was freed: as before"
+    assert rooms.wait(failed)
+    assert rooms.made((0, 3), 100) is None
+    assert rooms.wait(failed), "another rank's failure, from before there was room"
+    assert rooms.made((0, 3), 0) is None
+    assert not rooms.wait(failed)
 
 
 def test_retries_of_the_writers_stand_in_the_commit() -> None:
