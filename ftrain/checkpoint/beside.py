@@ -29,8 +29,6 @@ class Beside:
 
     def __init__(self, overlap: Overlap, wait: Callable[[], object]) -> None:
         """`wait` is called before a hooked optimizer changes anything."""
-        if overlap not in (True, False, "manual"):
-            raise ValueError(f'overlap={overlap!r}: True, False, or "manual"')
         self._overlap, self._wait = overlap, wait
         self._hooks: dict[int, tuple[Optimizer, list[RemovableHandle]]] = {}
         self._held: list[Held] = []

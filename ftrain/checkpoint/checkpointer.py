@@ -30,19 +30,15 @@ from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import encoded, merged
 from ftrain.checkpoint.script_link import Keepers, SaveError
 from ftrain.checkpoint.script_load import load_newest, stored_until, take_epoch
-from ftrain.checkpoint.script_messages import CommitDone, KeeperStart
+from ftrain.checkpoint.script_messages import CommitDone
+from ftrain.checkpoint.script_options import checked_options
 from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote, checked_step
 from ftrain.checkpoint.script_slots import ScriptSlots
 from ftrain.checkpoint.state import Flat, flatten
-from ftrain.schemes import checked
 from ftrain.supervised import StateStored, reporter
-from storage.compress import compressor_named
 from storage.objects import ObjectStore, open_store
 
 log = logging.getLogger("ftrain.checkpoint")
-
-RUN = "FTRAIN_RUN"
-LEVEL = 5  # of compression: a higher one takes longer and saves nothing on numbers
 
 
 class Checkpointer:
@@ -53,7 +49,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        url: str | None = None,
+        url: str | os.PathLike[str] | None = None,
         *,
         when_busy: Literal["wait", "skip"] = "wait",
         on_error: Literal["log", "raise"] = "log",
@@ -72,30 +68,28 @@ class Checkpointer:
         `overlap`: `save` returns before the copy of what only the state's optimizers change (their parameters and their state),
         and their next step waits for it; whoever else changes these calls `wait_copied` first, or that save fails. "manual":
         before the copy of everything, and only `wait_copied` (and an optimizer of the state, if there is one) waits.
+
+        Raises ValueError for an argument that is not allowed, naming it.
         """
-        given = url if url is not None else os.environ.get(RUN, "")
-        if not given:
-            raise ValueError(f"where to? Checkpointer(url), or the variable {RUN}, which `ftrain supervise` sets")
-        self.url = given if "://" in checked(given) else os.path.abspath(os.path.expanduser(given))
-        self._when_busy, self._on_error = when_busy, on_error
+        given = checked_options(
+            url,
+            when_busy=when_busy,
+            on_error=on_error,
+            keep=(keep_last, keep_every),
+            upload_mib_s=upload_mib_s,
+            compression=compression,
+            overlap=overlap,
+        )
+        self.url, self._skips, self._raises = given.url, given.skips, given.raises
         self._ranks = Ranks()
         self._store: ObjectStore = open_store(self.url)
-        self._start = KeeperStart(
-            url=self.url,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
-            epoch=-1,
-            upload_mib_s=upload_mib_s,
-            compressor=compressor_named(compression, LEVEL),
-            keep_last=keep_last,
-            keep_every=keep_every,
-        )
+        self._start = given.keeper_start(self._ranks.rank, self._ranks.world)
         self._keepers = Keepers(self._start)
         self._failed: list[str] = []  # what has not been raised yet
         self._slots: ScriptSlots | None = None
         self._pieces: Pieces | None = None  # of the state that the slots are for
         self._known, self._generation = Known(), 0  # the latter of the slots
-        self._beside, self._closed = Beside(overlap, self.wait_copied), False
+        self._beside, self._closed = Beside(given.overlap, self.wait_copied), False
         self._newest, self._saved_any, self._careful = 0, False, False
         self.committed: int | None = None
         self.passed_over: tuple[tuple[int, str], ...] = ()
@@ -186,12 +180,12 @@ class Checkpointer:
         What they must agree about is one collective, and the copy runs beside it: mostly all is well.
         """
         free = self._slots is not None and self._slots.has_free()
-        failed = save.problem is not None or (self._on_error == "raise" and bool(self._failed))
+        failed = save.problem is not None or (self._raises and bool(self._failed))
         if save.fits and free and not failed and save.later is not None and not self._careful:
             self._fill(save)
             if save.slot and save.overlaps:
                 return True  # the thread that copies asks the others
-        busy = self._when_busy == "skip" and self._slots is not None and not free
+        busy = self._skips and self._slots is not None and not free
         votes = self._ranks.largest(Vote(failed, not save.fits, busy, 0, save.step, -save.step))
         if save.fits and free and not (save.slot or save.broken):
             self._fill(save)
@@ -235,7 +229,7 @@ class Checkpointer:
     def _refuse(self, step: int, why: str) -> None:
         text = f"step {step} is not saved: {why}"
         log.error("%s", text)
-        self._failed += [text] if self._on_error == "raise" else []
+        self._failed += [text] if self._raises else []
 
     def _wait_free(self) -> None:
         assert self._slots is not None
