@@ -106,7 +106,7 @@ def _count(name: str, given: object) -> int:
 
 
 def _rate(name: str, given: object) -> float:
-    found = float(given) if isinstance(given, Real) and type(given) is not bool else -1.0
+    found = -1.0 if isinstance(given, bool) or not isinstance(given, Real) else float(given)
     if not (math.isfinite(found) and found >= 0):
         raise ValueError(f"{name}={given!r:.60}: a number of MiB per second; 0 is no limit")
     return found
