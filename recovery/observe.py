@@ -46,7 +46,7 @@ class Observation:
     why_less: str = ""
 
     def order(self) -> tuple[int, int]:
-        """Heaviest first, then earliest."""
+        """Heaviest first, then as printed."""
         return (-self.weight, self.line.index)
 
 
@@ -63,7 +63,16 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
     spoke = {it.line.rank for it in real if it.line.where == "log"}
     matches = [*real, *_exits(case, table, spoke)]
     matches.sort(key=Observation.order)
-    return matches, noise
+    return _earliest_first(matches), noise
+
+
+def _earliest_first(matches: list[Observation]) -> list[Observation]:
+    """Logs of several ranks are put together in any order: of equal ones on several ranks, the earliest by its own time."""
+    best = [it for it in matches if it.weight == matches[0].weight and it.line.where == "log"]
+    if len({it.line.rank for it in best}) < 2 or any(it.line.rank is None or it.line.t is None for it in best):
+        return matches
+    first = min(best, key=lambda it: it.line.t or 0.0)
+    return [first, *(it for it in matches if it is not first)]
 
 
 def _find(reader: Reader, table: Table) -> Iterator[Observation]:

@@ -25,6 +25,13 @@ SHORTEST_SAYING = 12  # characters: what is left of a line when its advice is cu
 _CODE_FRAME = re.compile(r'^\s+File "|^\s*\^+\s*$|^\s*~*\^+~*\s*$')
 _CPP_FRAME = re.compile(r"^frame #\d+:|^\s*#\d+ 0x|^Thread 0x|^\s+<no Python frame>|^Current thread 0x")
 _LEVEL = re.compile(r"\b(INFO|DEBUG|TRACE|WARNING|WARN)\b|^\[?([IWEF])\d{4} |^\[([IWEF])\d{3,4} |^\[([IWEF]) \w")
+_QUOTED = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d+)\)|CheckpointException ranks:dict_keys\(\[(\d+)\]\)")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b")
+_NCCL = re.compile(r"^(\S+:\d+):\d+ \[\d+\] ")
+_NCCL_INIT = re.compile(
+    r"^(\S+:\d+):\d+ \[\d+\] NCCL INFO (?:ncclCommInit\w+ )?comm 0x\w+ rank (\d+) n[Rr]anks \d+ .*cudaDev \d+"
+)
+_GLOG = re.compile(r"^\[rank(\d+)\]:\[[EWIF]\d")
 _SENTENCE_END = re.compile(r"[.!?;] | - |, ")
 _KERNEL_TIME = re.compile(r"^\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\]")
 _TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
@@ -77,6 +84,8 @@ def read(case: Evidence, table: Table) -> Reader:
     }
     reader = Reader(lines, steps=case.steps)
     _mark_speakers(lines["log"], table.reading)
+    _mark_quoted(lines["log"])
+    _mark_nccl(lines["log"])
     _mark_tracebacks(lines["log"])
     _mark_previews(lines["log"], table.reading)
     for line in lines["log"]:
@@ -106,6 +115,8 @@ def _split(index: int, raw: str, reading: Reading) -> Line:
                 rank = int(named) if named is not None else rank
                 text = text[match.end() :]
                 found = True
+    if rank is None and (match := _GLOG.match(text)):  # the text may number it within its process group
+        rank = int(match[1])
     line = Line("log", index, raw, text, rank, speaker=raw[: len(raw[:MAX_LINE]) - len(text)])
     if match := _LEVEL.search(text[:160]):
         line.level = next(group for group in match.groups() if group)[0]
@@ -132,6 +143,30 @@ def _mark_speakers(lines: Iterable[Line], reading: Reading) -> None:
             line.noise = "a heading"
         elif rank is not None and line.rank is None:
             line.rank, line.speaker = rank, f"rank {rank}"
+
+
+def _mark_quoted(lines: Iterable[Line]) -> None:
+    """PyTorch's distributed checkpoints print one rank's traceback on every rank: its lines are the rank's that it names."""
+    quoted: dict[int | None, int] = {}  # rank that prints -> rank whose traceback it is
+    for line in lines:
+        printed, text = line.rank, line.text
+        if match := _QUOTED.search(text):
+            line.rank = int(next(filter(None, match.groups())))
+            if match[1]:
+                quoted[printed] = line.rank
+        elif printed in quoted:
+            line.rank = quoted[printed]
+            if not text[:1].isspace() and not _EXCEPTION.match(text):
+                line.rank = printed
+                del quoted[printed]
+
+
+def _mark_nccl(lines: Sequence[Line]) -> None:
+    """NCCL says host, pid and device; which rank that is, it says once, when a communicator begins."""
+    ranks = {match[1]: int(match[2]) for line in lines if (match := _NCCL_INIT.match(line.text))}
+    for line in lines:
+        if line.rank is None and (match := _NCCL.match(line.text)):
+            line.rank = ranks.get(match[1])
 
 
 def _kernel_t(raw: str) -> float | None:
