@@ -69,6 +69,8 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
 def _earliest_first(matches: list[Observation]) -> list[Observation]:
     """Logs of several ranks are put together in any order: of equal ones on several ranks, the earliest by its own time."""
     best = [it for it in matches if it.weight == matches[0].weight and it.line.where == "log"]
+    if not best or best[0] is not matches[0]:
+        return matches
     if len({it.line.rank for it in best}) < 2 or any(it.line.rank is None or it.line.t is None for it in best):
         return matches
     first = min(best, key=lambda it: it.line.t or 0.0)
