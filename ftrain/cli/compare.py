@@ -22,22 +22,35 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_a", metavar="RUN_A", type=PLACE)
 @click.argument("run_b", metavar="RUN_B", type=PLACE)
+@click.option(
+    "--again",
+    nargs=2,
+    multiple=True,
+    type=PLACE,
+    metavar="RUN_A2 RUN_B2",
+    help="One more run with A's settings and one with B's: what differs between these is no gain.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def compare(run_a: str, run_b: str, as_json: bool) -> None:
+def compare(run_a: str, run_b: str, again: tuple[tuple[str, str], ...], as_json: bool) -> None:
     """Compare RUN_A with RUN_B: results, step, waiting, memory, traffic, config, and what to do next.
 
     Results come first: a switch that is faster and learns something else is no gain. Each suggestion names its evidence.
+    More speed is a gain only if a second run of each shows it: a machine is not equally fast every minute.
 
     \b
-    Example:
+    Examples:
       ftrain compare runs/plain runs/overlapped
+      ftrain compare runs/plain runs/overlapped --again runs/plain2 runs/overlapped2
     """
     from ftrain.view.compare import compare as make
     from ftrain.view.compare import lines
 
     with told():
-        a, b = _read(run_a), _read(run_b)
-        found = make(a, b, identities=(_identity(run_a), _identity(run_b)))
+        a, b, more = _read(run_a), _read(run_b), [(_read(one), _read(two)) for one, two in again]
+        try:
+            found = make(a, b, identities=(_identity(run_a), _identity(run_b)), again=more)
+        except ValueError as error:
+            render.fail(str(error), ExitCode.USAGE)
     if as_json:
         render.json(found.as_dict())
     else:

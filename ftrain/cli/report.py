@@ -76,7 +76,7 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     from recovery.report_text import fold, lines
 
     run = recorded(run_url, events, metrics_of(folder / "metrics.jsonl"))
-    command, packet = script.script(run, events), waiting(events, folder)
+    command, packet = script.script(run), waiting(events, folder)
     graded, paced, times = grade.grades(run), pace.pace(run), [went.went(part.run) for part in parts(run)]
     newest = graded[-1] if graded else grade.Grade(note="there was no attempt")
     grade.keep(newest, folder)

@@ -1,13 +1,13 @@
 """`ftrain compare`: two runs side by side, what differs in their configs, and what to do next, each with its evidence.
 
 A switch is accepted in this order: first the results (off and on must learn the same), then what it costs and gains, one
-switch at a time. So the losses come first; a difference of times counts only where it is larger than their noise; and where
-several things differ at once, no gain is credited to any of them.
+switch at a time. So the losses come first; a difference of times counts only where it is larger than their noise, and is a gain
+only if further runs of both show it (`ftrain.view.gain`); and where several things differ at once, no gain is credited to any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ import msgspec
 from ftrain.config import Config
 from ftrain.load import Change
 from ftrain.units import plural
+from ftrain.view.gain import Pair, Suggestion
 from ftrain.view.learning import Learning, learning
 from ftrain.view.measured import Measured, measured
-from ftrain.view.numbers import change, median, show
+from ftrain.view.numbers import change, show
 from ftrain.view.past import Turn, telling, turns
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
-from ftrain.view.suggest import Suggestion, suggestions
+from ftrain.view.suggest import UNTIMED, suggestions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,16 @@ class Comparison:
     learning: Learning
     config: tuple[Change, ...]
     suggestions: tuple[Suggestion, ...]
+    again: tuple[tuple[Side, Side], ...] = ()
+    """More runs with A's settings and with B's."""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "a": self.a.run.url,
             "b": self.b.run.url,
+            "again": [[of.run.url for of in pair] for pair in self.again],
+            "command": {"a": self.a.run.command, "b": self.b.run.command},
             "rows": {row.key: row.as_dict() for row in self.rows},
             "learning": msgspec.to_builtins(self.learning),
             "config": [msgspec.to_builtins(item) for item in self.config],
@@ -92,21 +97,57 @@ def side(run: Recorded) -> Side:
     return Side(run=run, config=config, turns=turns(run), measured=found, predicted=predicted)
 
 
-def compare(a: Recorded, b: Recorded, *, identities: tuple[str, str] = ("", "")) -> Comparison:
-    """Lay two runs side by side. `identities`: of their corpora, as the checkpoints have them; empty where there is none."""
+def compare(
+    a: Recorded,
+    b: Recorded,
+    *,
+    identities: tuple[str, str] = ("", ""),
+    again: Sequence[tuple[Recorded, Recorded]] = (),
+) -> Comparison:
+    """Lay two runs side by side. `identities`: of their corpora, as the checkpoints have them; empty where there is none.
+    `again`: more runs of each, for the speed alone. Raises ValueError if one of them has other settings than A or B.
+    """
     one, two = side(a), side(b)
+    more = tuple((_repeated(one, "A", first), _repeated(two, "B", second)) for first, second in again)
     known = one.config is not None and two.config is not None
     differ = telling(one.config, two.config) if one.config and two.config else ()
     learnt = learning(a, b, corpora=_corpora(differ, identities))
+    pairs = [_pair(*sides) for sides in ((one, two), *more)]
     return Comparison(
         a=one,
         b=two,
+        again=more,
         rows=tuple(_rows(one, two)),
         learning=learnt,
         config=differ,
-        suggestions=tuple(suggestions(one.measured, two.measured, (one.predicted, two.predicted), learnt, differ,
-                                      beside=_beside(one, two) if known else None)),
-    )  # fmt: skip
+        suggestions=_untimed(one, two)
+        or tuple(
+            suggestions(pairs, (one.predicted, two.predicted), learnt, differ, beside=_beside(one, two) if known else None)
+        ),
+    )
+
+
+def _untimed(a: Side, b: Side) -> tuple[Suggestion, ...]:
+    """What is to do before anything follows: a script that tells no step cannot be timed."""
+    silent = " and ".join(name for name, of in (("A", a), ("B", b)) if _silent(of))
+    text = f"no step of {silent} is told: `ftrain.progress(step)` in the script tells it"
+    return (Suggestion(about="speed", text=text),) if silent else ()
+
+
+def _repeated(first: Side, name: str, run: Recorded) -> Side:
+    """A further run of the same settings; ValueError if it is not."""
+    found = side(run)
+    differ = telling(first.config, found.config) if first.config and found.config else ()
+    paths = [item.path for item in differ if not item.path.startswith(UNTIMED)]
+    paths += ["command"] * (first.run.command != run.command) + ["layout"] * (_newest(first) != _newest(found))
+    if paths:
+        raise ValueError(f"{run.url} is no second run of {name} ({first.run.url}): {', '.join(paths)} differs")
+    return found
+
+
+def _pair(a: Side, b: Side) -> Pair:
+    begun = [of.run.steps[0].record.t_begin for of in (a, b) if of.run.steps]
+    return Pair(a.measured, b.measured, begun[0] < begun[1] if len(begun) == 2 else None)
 
 
 def _beside(a: Side, b: Side) -> str:
@@ -146,11 +187,19 @@ def _newest(of: Side) -> str:
 def _layout(a: Side, b: Side) -> list[Row]:
     return [
         Row(key="layout", label="layout", unit="", a=_newest(a), b=_newest(b), how="of the newest attempt that did a step"),
-        Row(key="steps", label="steps in the final history", unit="count", a=len(a.run.steps), b=len(b.run.steps),
-            how="ledger"),
+        Row(key="steps", label="steps in the final history", unit="count", a=_steps(a), b=_steps(b), how="ledger"),
         Row(key="tokens_per_update", label="tokens of an update", unit="tokens", a=a.measured.tokens_per_update,
             b=b.measured.tokens_per_update, how="median over the final history: more per update is not sooner"),
     ]  # fmt: skip
+
+
+def _steps(of: Side) -> int | None:
+    """None of a script that tells no step: how many it did is not known."""
+    return None if _silent(of) else len(of.run.steps)
+
+
+def _silent(of: Side) -> bool:
+    return bool(of.run.command) and not of.run.steps
 
 
 def _speed(a: Side, b: Side) -> list[Row]:
@@ -174,8 +223,8 @@ def _speed(a: Side, b: Side) -> list[Row]:
 
 def _waiting(a: Side, b: Side) -> list[Row]:
     def blocked(of: Side) -> float | None:
-        found = median([done.record.blocked_s for done in of.run.steps])
-        return sum(done.record.blocked_s for done in of.run.steps) / found.count if found else None
+        total, count = sum(done.record.blocked_s for done in of.run.steps), len(of.run.steps)
+        return total / count if total or (count and not of.run.command) else None  # of a script 0 is: not told
 
     bubbles = [of.predicted.bubble if of.predicted else None for of in (a, b)]
     return [
@@ -205,21 +254,26 @@ def _traffic(a: Side, b: Side) -> list[Row]:
     names = dict.fromkeys([*sent[0], *sent[1]])
     axes = dict.fromkeys([*a.measured.sent, *b.measured.sent])
     counted = [
-        Row(key=f"sent_{axis}", label=f"sent by a rank in a step along {axis}", unit="B", a=a.measured.sent.get(axis, 0.0),
-            b=b.measured.sent.get(axis, 0.0), how="counted as rings: the busiest rank, median of the steps")
+        Row(key=f"sent_{axis}", label=f"sent by a rank in a step along {axis}", unit="B", a=_sent(a.measured.sent, axis),
+            b=_sent(b.measured.sent, axis), how="counted as rings: the busiest rank, median of the steps")
         for axis in axes
     ]  # fmt: skip
     predicted = [
         Row(key=f"traffic_{name.lower().replace(' ', '')}", label=f"sent by a rank in an update, {name}, predicted", unit="B",
-            a=sent[0].get(name, 0.0), b=sent[1].get(name, 0.0), how="ftrain plan traffic: the busiest rank, counted as rings")
+            a=_sent(sent[0], name), b=_sent(sent[1], name), how="ftrain plan traffic: the busiest rank, counted as rings")
         for name in names
     ]  # fmt: skip
     return [*counted, *predicted]
 
 
+def _sent(sent: Mapping[str, float], along: str) -> float | None:
+    """Nothing along an axis that the run does not have; None if nothing is known of it."""
+    return sent.get(along, 0.0) if sent else None
+
+
 def _history(a: Side, b: Side) -> list[Row]:
-    def of(name: str) -> tuple[float, float]:
-        return getattr(a.run.report, name), getattr(b.run.report, name)
+    def of(name: str) -> list[float | None]:  # of a script that tells no step neither is known
+        return [getattr(each.run.report, name) if not _silent(each) else None for each in (a, b)]
 
     stops = [len(each.run.report.interruptions) for each in (a, b)]
     effective, lost = of("effective_time"), of("steps_lost")
@@ -232,14 +286,32 @@ def _history(a: Side, b: Side) -> list[Row]:
 
 def lines(found: Comparison) -> list[str]:
     """The comparison as text; rows that neither run has a value for are left out."""
-    told = [f"A  {found.a.run.url}", f"B  {found.b.run.url}", "", *_table(found), "", *_learnt(found.learning), ""]
-    told += ["config" if found.config else "config: no difference"]
-    told += [f"  {_changed(item)}" for item in found.config]
+    more = [
+        f"{name}{number} {of.run.url}"
+        for number, pair in enumerate(found.again, 2)
+        for name, of in zip("AB", pair, strict=True)
+    ]
+    told = [f"A  {found.a.run.url}", f"B  {found.b.run.url}", *more, "", *_table(found), "", *_learnt(found.learning), ""]
+    told += [*_config(found)]
     told += [line for name, of in (("A", found.a), ("B", found.b)) for line in _turned(name, of.turns)]
     told += ["", "what to do next"]
     for item in found.suggestions:
         told += [f"  {item.text}", *(f"      {line}" for line in item.evidence)]
     return told
+
+
+def _config(found: Comparison) -> Iterator[str]:
+    """What differs, or whose config is not known. Of a script its command is."""
+    sides = {"A": found.a, "B": found.b}
+    unknown = [name for name, of in sides.items() if of.config is None]
+    scripts = [name for name in unknown if sides[name].run.command]
+    if unknown:
+        what = {0: "", 1: ", a supervised script", 2: ", supervised scripts"}[len(scripts)] if scripts == unknown else ""
+        yield f"config: not known of {' and '.join(unknown)}{what}"
+        yield from (f"  {name} is {sides[name].run.command}" for name in scripts)
+        return
+    yield "config" if found.config else "config: no difference"
+    yield from (f"  {_changed(item)}" for item in found.config)
 
 
 def _changed(item: Change) -> str:
@@ -270,6 +342,8 @@ def _learnt(learnt: Learning) -> list[str]:
     kind = "" if learnt.first_difference is None else ": rounding" if learnt.is_rounding else ": more than rounding"
     told = [f"loss: {learnt.verdict}{kind}"]
     told += [f"  {learnt.origins.text}"] if learnt.origins.same and learnt.origins.text else []
+    if learnt.untold:
+        return told
     if learnt.last_common_step:
         told.append(f"  at step {learnt.last_common_step}: {show(learnt.a_at_step, '')} and {show(learnt.b_at_step, '')}")
     if learnt.common_tokens:

@@ -36,6 +36,8 @@ class Learning(Struct, frozen=True, kw_only=True):
     b_at_tokens: float | None
     corpora: str
     """What tells that the runs learn from different texts; empty if nothing does."""
+    untold: str
+    """Why losses cannot be compared, of a script that does not tell all of them; empty if nothing is missing."""
     origins: Origins
     """What they began with: where that differs, no losses are of the same material."""
     is_rounding: bool
@@ -49,7 +51,8 @@ def learning(a: Recorded, b: Recorded, *, corpora: str = "") -> Learning:
     common = sorted(losses[0].keys() & losses[1].keys())
     tokens = [run.tokens_by_step() for run in (a, b)]
     began = origins(a, b)
-    alike = began.same and not corpora
+    untold = _untold(a, b)
+    alike = began.same and not corpora and not untold
     same = bool(common) and alike and all(_tokens(a, step) == _tokens(b, step) for step in (common[0], common[-1]))
     gaps = {step: _gap(losses[0][step], losses[1][step]) for step in common}
     first = next((step for step, gap in gaps.items() if gap), None)
@@ -63,15 +66,28 @@ def learning(a: Recorded, b: Recorded, *, corpora: str = "") -> Learning:
         a_at_step=losses[0].get(last),
         b_at_step=losses[1].get(last),
         first_difference=first if same else None,
-        largest_difference=max(gaps.values(), default=0.0),
+        largest_difference=0.0 if untold else max(gaps.values(), default=0.0),
         common_tokens=least,
         a_at_tokens=at[0],
         b_at_tokens=at[1],
         corpora=corpora,
+        untold=untold,
         origins=began,
-        verdict=_verdict(same, first, gaps) if alike else _unlike(corpora, began),
+        verdict=_verdict(same, first, gaps) if alike else _unlike(corpora, began, untold),
         is_rounding=same and all(_relative(losses[0][step], losses[1][step]) <= ROUNDING for step in common),
     )
+
+
+def _untold(a: Recorded, b: Recorded) -> str:
+    """What only a script leaves out. Two scripts that tell no tokens are taken to have as many in a step: it is not known."""
+    runs = {"A": a, "B": b}
+    silent = [name for name, run in runs.items() if run.steps and all(done.record.loss is None for done in run.steps)]
+    if silent and (a.command or b.command):
+        return f"not known: {' and '.join(silent)} told none"
+    told = [any(done.record.tokens for done in run.steps) for run in runs.values()]
+    if a.steps and b.steps and told[0] != told[1]:
+        return f"not compared: how many tokens a step of {'AB'[told.index(False)]} holds is not told"
+    return ""
 
 
 def _tokens(run: Recorded, step: int) -> int:
@@ -97,8 +113,10 @@ def _at(run: Recorded, tokens: dict[int, int], least: int) -> float | None:
     return run.steps[max(0, bisect_right(totals, least) - 1)].record.loss
 
 
-def _unlike(corpora: str, began: Origins) -> str:
+def _unlike(corpora: str, began: Origins, untold: str) -> str:
     """Why no two losses of theirs can be compared."""
+    if untold:
+        return untold
     return "; ".join(([] if began.same else [_other_origins(began)]) + ([_other_texts(corpora)] if corpora else []))
 
 

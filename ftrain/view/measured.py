@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ftrain.config import Config
@@ -17,6 +18,8 @@ from ftrain.view.record import Done, Recorded
 
 COMMUNICATION = ("tp", "cp", "pp", "dp")
 """Buckets of a step (`ftrain.train.times`) in which a rank communicates and does not compute."""
+PARTS, LEAST = 4, 5
+"""A run's steps are cut into so many parts, each of at least so many steps, to see how its speed drifts."""
 WAITING = ("bubble", "imbalance")
 """Buckets in which it has nothing to do: by the schedule, or because another rank is slower."""
 
@@ -39,7 +42,10 @@ class Measured:
 
     step: Median | None
     tokens_per_update: int | None
+    """None if no tokens are told."""
     ranks: int
+    drift: float = 0.0
+    """Of the parts of the run, one after the other: the slowest median step over the fastest, minus 1; 0 of a short run."""
     sequences: int = 0
     """Of one update; 0 if it was not recorded."""
     mean: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +103,8 @@ def measured(run: Recorded) -> Measured:
     times = _times(run, steps)
     return Measured(
         step=median([done.seconds for done in steps]),
-        tokens_per_update=round(tokens.value) if tokens else None,
+        tokens_per_update=(round(tokens.value) or None) if tokens else None,
+        drift=_drift([done.seconds for done in steps]),
         sequences=here[-1].record.sequences if here else 0,
         ranks=newest.ranks if newest else 1,
         mean=_medians([line["mean"] for line in times]),
@@ -108,6 +115,14 @@ def measured(run: Recorded) -> Measured:
         stages=_by_place([line["stages"] for line in times if line.get("stages")]),
         actions=_actions([line["actions"] for line in times if line.get("actions")]),
     )
+
+
+def _drift(seconds: Sequence[float]) -> float:
+    parts = min(PARTS, len(seconds) // LEAST)
+    cuts = [len(seconds) * part // parts for part in range(parts + 1)] if parts > 1 else []
+    found = [median(seconds[low:high]) for low, high in pairwise(cuts)]
+    values = [part.value for part in found if part]
+    return max(values) / min(values) - 1 if values and min(values) > 0 else 0.0
 
 
 def memory_of(run: Recorded) -> tuple[RankMemory, ...]:

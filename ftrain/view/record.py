@@ -7,6 +7,7 @@ the machine of the run: where it is not, the rest still is.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
@@ -65,6 +66,8 @@ class Recorded:
 
     url: str
     report: Report
+    command: str
+    """Of a script under `ftrain supervise`, as typed; empty of a run of a config."""
     config: Config | None
     """The newest resolved config, if this version of ftrain can read it."""
     configs: Mapping[int, Config]
@@ -139,6 +142,7 @@ def recorded(url: str, events: Sequence[Event], metrics: Iterable[dict[str, Any]
     return Recorded(
         url=url,
         report=report(events),
+        command=shlex.join(command_of(events)),
         config=config,
         configs=_configs(events),
         origin=_origin(events),
@@ -184,6 +188,12 @@ def _spans(events: Sequence[Event]) -> Iterator[Span]:
     for here, following in zip_longest(starts, starts[1:]):
         last = following.t if following else events[-1].t
         yield Span(here.attempt, here.t, ready.get(here.attempt), min(ended.get(here.attempt, last), last))
+
+
+def command_of(events: Iterable[Event]) -> list[str]:
+    """The words of a supervised command; none of a run of a config."""
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    return list((started.config or {}).get("command", ())) if started else []
 
 
 def _config(events: Iterable[Event]) -> Config | None:

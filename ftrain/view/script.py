@@ -7,8 +7,6 @@ be wrong where "not known" is right.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from msgspec import Struct
@@ -16,7 +14,7 @@ from msgspec import Struct
 from ftrain.units import plural
 from ftrain.view.record import Recorded
 from recovery.durations import format_duration
-from recovery.events import AttemptStarted, Event, ProcessDied, RunStarted, StopRequested
+from recovery.events import AttemptStarted, Event, ProcessDied, StopRequested
 from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
 from recovery.report_text import table
@@ -44,10 +42,9 @@ class Script(Struct, frozen=True, kw_only=True):
     attempts: tuple[Ran, ...]
 
 
-def script(run: Recorded, events: Sequence[Event]) -> Script | None:
+def script(run: Recorded) -> Script | None:
     """None if it is a run of a config."""
-    words = command_of(events)
-    if not words:
+    if not run.command:
         return None
     rows = {row.attempt: row for row in run.report.attempts}
     ran = tuple(
@@ -62,17 +59,11 @@ def script(run: Recorded, events: Sequence[Event]) -> Script | None:
         for span in run.attempts
     )
     return Script(
-        command=shlex.join(words),
+        command=run.command,
         tells_steps=run.report.steps_finished > 0,
         running_s=sum(row.ran_s for row in ran),
         attempts=ran,
     )
-
-
-def command_of(events: Iterable[Event]) -> list[str]:
-    """The words of a supervised command; none of a run of a config."""
-    started = next((event for event in events if isinstance(event, RunStarted)), None)
-    return list((started.config or {}).get("command", ())) if started else []
 
 
 def attempt_line(event: AttemptStarted) -> str:

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from msgspec import Struct
-
 from ftrain.load import Change
 from ftrain.parallel.partition import balanced_counts
 from ftrain.plan import cost, schedule
 from ftrain.plan.setup import Setup
 from ftrain.units import plural
+from ftrain.view.gain import OTHER_WORK, Pair, Suggestion, alike, verdict
 from ftrain.view.learning import Learning
 from ftrain.view.measured import Measured
-from ftrain.view.numbers import show
 from ftrain.view.predict import Predicted
 
 SAME_BITS = (
@@ -37,9 +35,6 @@ SAME_BITS = (
 UNTIMED = ("run.", "checkpoint.", "recovery.", "evaluate.", "storage.", "faults", "schedule.")
 """Sections that do not change what a step computes (checkpoints and evaluation are taken out of its time)."""
 
-OTHER_WORK = ("model.", "data.", "optimizer.")
-"""Sections that say what is trained: runs that differ here are compared by what they learn, not by their speed."""
-
 HEAVY = 0.10
 """A cost above this share of a step is worth a change; below it, others come first."""
 
@@ -47,26 +42,16 @@ UNEVEN = Fraction(105, 100)
 """The slowest pipeline rank's work over the mean, above which moving a cut pays."""
 
 
-class Suggestion(Struct, frozen=True, kw_only=True):
-    """One thing to do, the figures that speak for it, and the overrides that would do it."""
-
-    about: str
-    text: str
-    evidence: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-
-
 def suggestions(
-    a: Measured,
-    b: Measured,
+    pairs: Sequence[Pair],
     predicted: tuple[Predicted | None, Predicted | None],
     learnt: Learning,
     config: Sequence[Change],
     *,
     beside: str | None = None,
 ) -> Iterator[Suggestion]:
-    """Everything that follows from a comparison; never empty. `beside`: what else, if not the settings, may have made one of
-    them slower; None where their settings are not known."""
+    """Everything that follows from a comparison; never empty. `pairs`: A and B, then more runs of each. `beside`: what else, if
+    not the settings, may have made one of them slower; None where their settings are not known."""
     timed = [item for item in config if not item.path.startswith(UNTIMED)]
     trouble = _results(learnt, timed)
     if trouble:
@@ -74,12 +59,12 @@ def suggestions(
     several = _several(timed)
     if several:
         yield several
-    found = list(_costs(b, predicted[1]))
-    if timed or beside is None or a.ranks != b.ranks:
-        yield _verdict(a, b, timed, trusted=not trouble and learnt.origins.same)
+    a, b = pairs[0].a, pairs[0].b
+    if timed or beside is None or a.ranks != b.ranks or pairs[0].unlike:
+        yield verdict(pairs, timed, trusted=not trouble and learnt.origins.same and not learnt.untold)
     else:
-        yield _alike(a, b, beside, config)
-    yield from found
+        yield alike(pairs, beside, config)
+    yield from _costs(b, predicted[1])
 
 
 def _results(learnt: Learning, timed: Sequence[Change]) -> Suggestion | None:
@@ -116,69 +101,6 @@ def _toml(value: object) -> str:
     from ftrain.schema import toml_text
 
     return toml_text(value)
-
-
-def _verdict(a: Measured, b: Measured, timed: Sequence[Change], *, trusted: bool) -> Suggestion:
-    """Which of the two is the faster way through the same material, if that can be told."""
-    if a.step is None or b.step is None or not a.tokens_per_s or not b.tokens_per_s:
-        return _NO_STEP
-    one, two = a.tokens_per_s / a.ranks, b.tokens_per_s / b.ranks
-    per_rank, spans = a.ranks != b.ranks, _spans(a, b)
-    memory = (f"memory of the fullest rank: {show(a.peak_memory, 'B')} and {show(b.peak_memory, 'B')}",)
-    larger = "an update holds another number of tokens: compared is the time of the same material, not of an update"
-    notes = () if a.tokens_per_update == b.tokens_per_update else (larger,)
-    evidence = (*notes, *spans, *(memory if a.peak_memory and b.peak_memory else ()))
-    if a.tokens_per_update == b.tokens_per_update and not a.step.differs_from(b.step):
-        return Suggestion(about="speed", text="neither is faster: the difference of the steps lies within their noise. "
-                          "Choose by memory, or measure longer", evidence=evidence)  # fmt: skip
-    other = [item.path for item in timed if item.path.startswith(OTHER_WORK)]
-    if other:
-        text = "no speed is credited to either: they do not train the same thing"
-        return Suggestion(about="speed", text=text, evidence=(f"changed: {', '.join(other)}", *evidence))
-    if per_rank:
-        share = b.tokens_per_s / b.ranks / (a.tokens_per_s / a.ranks)
-        text = f"scaling from {a.ranks} to {plural(b.ranks, 'rank')} keeps {100 * share:.0f} % of a rank's speed"
-        return Suggestion(about="scaling", text=text, evidence=evidence)
-    name, gain = ("B", two / one - 1) if two > one else ("A", one / two - 1)
-    what = (
-        ", ".join(f"{item.path} = {_toml(item.new if name == 'B' else item.old)}" for item in timed)
-        or "its settings are not recorded"
-    )
-    verb = "keep" if trusted else "once the results agree, prefer"
-    return Suggestion(
-        about="speed", text=f"{verb} {name} ({what}): {100 * gain:.1f} % more tokens per second", evidence=evidence
-    )
-
-
-_NO_STEP = Suggestion(about="speed", text="run both for more steps: there is no step to compare yet")
-
-
-def _spans(a: Measured, b: Measured) -> tuple[str, ...]:
-    """What each of them measured, as evidence."""
-    return tuple(
-        f"{name}: step {show(of.step.value, 's')}, 95 % interval {show(of.step.low, 's')} to {show(of.step.high, 's')}, "
-        f"{plural(of.step.count, 'step')}, {show(of.tokens_per_s, 'tokens')} tokens/s on {plural(of.ranks, 'rank')}"
-        for name, of in (("A", a), ("B", b))
-        if of.step
-    )  # fmt: skip
-
-
-def _alike(a: Measured, b: Measured, beside: str, differ: Sequence[Change]) -> Suggestion:
-    """Of two runs whose steps are configured alike: whatever their times are, no setting of a step is to thank for it.
-    `differ`: fields that do not change what a step computes; faults can only have made slower whoever had them."""
-    if a.step is None or b.step is None or not a.tokens_per_s or not b.tokens_per_s:
-        return _NO_STEP
-    name, gain = ("B", b.tokens_per_s / a.tokens_per_s - 1) if b.tokens_per_s > a.tokens_per_s else (
-        "A", a.tokens_per_s / b.tokens_per_s - 1)  # fmt: skip
-    same = "the settings of a step are the same in both"
-    if not a.step.differs_from(b.step):
-        text = f"nothing follows: {same}, and the difference of the steps lies within their noise"
-    else:
-        cause = beside or "the machine was unequal (other load, other hardware)"
-        paths = [item.path for item in differ if item.path != "faults" or (item.old if name == "B" else item.new)]
-        cause += f", or because of what differs beside the steps ({', '.join(paths)})" * bool(paths)
-        text = f"nothing follows: {same}. {name} had {100 * gain:.1f} % more tokens per second because {cause}"
-    return Suggestion(about="speed", text=text, evidence=_spans(a, b))
 
 
 def _costs(b: Measured, predicted: Predicted | None) -> Iterator[Suggestion]:

@@ -22,7 +22,7 @@ def story() -> Story:
 
 def told(made: Story) -> tuple[Script, str]:
     run = recorded("runs/script", made.events)
-    found = script(run, made.events)
+    found = script(run)
     assert found is not None
     return found, "\n".join(lines(found, run))
 
@@ -53,7 +53,7 @@ def test_with_progress_there_are_steps_and_effective_time_and_still_no_word_on_t
 
 def test_a_run_of_a_config_is_no_script() -> None:
     made = Story(config()).start().steps(3).end()
-    assert script(recorded("runs/a", made.events), made.events) is None
+    assert script(recorded("runs/a", made.events)) is None
 
 
 def test_what_a_script_does_not_tell_is_left_out_of_report_and_page() -> None:
