@@ -102,20 +102,27 @@ def _row(info: CheckpointInfo) -> tuple[object, ...]:
 @click.argument("url", type=PLACE)
 @json_option
 def show(url: str, as_json: bool) -> None:
-    """Show one checkpoint: who wrote it and when, how far the run was, sizes, arrays.
+    """Show one checkpoint: who wrote it and when, how far the run was, sizes, arrays; of a script's, all that is no array.
 
     \b
     Example:
       ftrain ckpt show runs/demo@100
     """
+    from ftrain.checkpoint.entries import entries_of
+    from ftrain.checkpoint.entries import short as shortened
+
     base, step = split_step(url)
     with opened(base) as run:
-        facts = describe(run.open(step))
+        checkpoint = run.open(step)
+    facts = describe(checkpoint)
+    shown = [(path, shortened(node)) for path, node in entries_of(checkpoint)]
     if as_json:
         render.json(facts)
         return
     for label, value in _head(facts):
         render.data(f"{label:17} {value}")
+    if shown:
+        render.table(("value", ""), shown)
     render.table(("array", "dtype", "shape", "tile", "digest"), [tuple(row.values()) for row in facts["arrays"]])
 
 
@@ -157,6 +164,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything `show` says, as plain data."""
     import math
 
+    from ftrain.checkpoint.entries import as_json, entries_of
+
     manifest = checkpoint.manifest
     counted = "weights/" if any(spec.name.startswith("weights/") for spec in manifest.arrays) else "master/"
     parameters = sum(math.prod(spec.shape) for spec in manifest.arrays if spec.name.startswith(counted))
@@ -175,6 +184,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes_per_parameter": nbytes / parameters if parameters else None,
         "packs": len(manifest.packs),
         "progress": manifest.progress,
+        "values": {path: as_json(node) for path, node in entries_of(checkpoint)},
         "arrays": [
             {
                 "name": spec.name,
@@ -236,7 +246,10 @@ def verify(url: str, sample: float, as_json: bool) -> None:
 @click.argument("b", type=PLACE)
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
-    """Compare two checkpoints: which arrays differ, and by how much. Exit code 1 if any does.
+    """Compare two checkpoints: which arrays differ, by how much, and what differs beside them. Exit code 1 if anything does.
+
+    Beside the arrays: everything in a script's state (an epoch, a schedule, random generators); of a run of `ftrain run` where
+    it goes on in its data. Steps, times, layouts, configs and what was measured are not compared.
 
     \b
     Example:
@@ -244,20 +257,24 @@ def diff(a: str, b: str, as_json: bool) -> None:
     """
     import msgspec
 
+    from ftrain.checkpoint.entries import diff_entries
     from storage.diff import diff as compare
 
     (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
     with opened(url_a) as run_a, opened(url_b) as run_b:
         both = run_a.open(step_a), run_b.open(step_b)
-        rows = [msgspec.to_builtins(row) for row in compare(*both)]
+        arrays, entries = compare(*both), diff_entries(*both)
+    rows = [msgspec.to_builtins(row) for row in (*arrays, *entries)]
     if as_json:
         render.json(rows)
     elif not rows:
-        render.data("equal: every array has the same digest")
+        render.data("equal: every array has the same digest, and everything else the same value")
     else:
         for row in rows:
             render.data(row["text"])
-        render.note(f"{len(rows)} of {len({spec.name for one in both for spec in one.manifest.arrays})} arrays differ")
+        of = len({spec.name for one in both for spec in one.manifest.arrays})
+        beside = f"; and {len(entries)} of what is no array" if entries else ""
+        render.note(f"{len(arrays)} of {of} arrays differ{beside}")
     raise SystemExit(1 if rows else 0)
 
 

@@ -139,6 +139,28 @@ def test_show_says_what_compression_saved(run: RunStore, monkeypatch: pytest.Mon
     assert facts("diff", f"{run.store.url}@40", f"{run.store.url}@40") is not None
 
 
+def script(folder: Path, epoch: int) -> str:
+    """A checkpoint of a script, of one tensor and one number."""
+    state = {"w": torch.ones(3), "epoch": epoch}
+    checkpointer = ftrain.Checkpointer(folder)
+    checkpointer.load(state)
+    checkpointer.save(5, state)
+    checkpointer.close()
+    return str(folder)
+
+
+def test_what_is_no_tensor_of_a_script_is_shown_and_compared(tmp_path: Path) -> None:
+    one, other = (script(tmp_path / str(epoch), epoch) for epoch in (1, 2))
+    assert "epoch  1" in told("show", one).splitlines()
+    assert facts("show", one)["values"] == {"epoch": 1}
+    assert "equal" in told("diff", one, one)
+    done = CliRunner().invoke(ckpt, ["diff", one, other])
+    assert (done.exit_code, done.stdout) == (1, "epoch: 1 in the first, 2 in the second\n")
+    assert done.stderr == "0 of 1 arrays differ; and 1 of what is no array\n"
+    (row,) = json.loads(CliRunner().invoke(ckpt, ["diff", one, other, "--json"]).stdout)
+    assert (row["entry"], row["kind"], row["first"], row["second"]) == ("epoch", "value", "1", "2")
+
+
 def test_gc_leaves_the_tainted_unless_it_is_told_otherwise(run: RunStore) -> None:
     plan = facts("gc", run.store.url, "--keep-last", "1")
     assert (plan["kept"], plan["tainted"], plan["deleted_commits"]) == ([10], [20], [])
