@@ -1,10 +1,12 @@
-"""The legal numbers next to one that is none: what an error suggests, in a time that a person does not notice.
+"""The legal values next to one that is none: what an error suggests, in a time that a person does not notice.
 
 Whoever mistypes a number may have typed any that 64 bits hold, so nothing here may count up to it.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from math import isqrt
 
 
@@ -43,3 +45,13 @@ def around(value: int, legal: list[int]) -> list[int]:
 def nearest_of(values: list[int]) -> str:
     """The words that name them."""
     return "nearest: " + " or ".join(str(value) for value in values)
+
+
+def nearest_words(word: str, known: Iterable[str]) -> list[str]:
+    """The known names that hold the word; else those that it comes near, as a whole or in a part between hyphens."""
+    names = list(known)
+    if holding := [name for name in names if word and word in name]:
+        return holding
+    parts = {part: name for name in names for part in (name, *name.split("-"))}
+    close = difflib.get_close_matches(word, parts, n=1)
+    return [name for name in names if close and (name == close[0] or close[0] in name.split("-"))]

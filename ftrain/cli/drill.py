@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -75,16 +75,39 @@ def drill(
 
 
 def chosen(faults: str) -> tuple[str, ...]:
-    """The kinds of faults that are asked for; leaves with a list if one of them is unknown."""
-    from ftrain.compose.strikes import BY_NAME, KINDS
+    """The kinds of faults that are asked for; leaves with a word on those that are none, or with the list if it is wanted."""
+    from ftrain.compose.strikes import BY_NAME
 
     if faults == "all":
         return tuple(BY_NAME)
+    if faults == "help":
+        _list()
     names = tuple(name.strip() for name in faults.split(",") if name.strip())
-    if not names or any(name not in BY_NAME for name in names):
-        known = "\n".join(f"  {kind.name}: {kind.what} of the {kind.target}" for kind in KINDS)
-        render.fail(f"kinds of faults:\n{known}", ExitCode.USAGE)
+    wrong = [_wrong(name) for name in names if name not in BY_NAME]
+    if wrong or not names:
+        told = "; ".join(wrong) or "no kind of fault is named"
+        render.fail(f"--faults: {told}. `ftrain drill CONFIG --faults help` lists them", ExitCode.USAGE)
     return names
+
+
+def _list() -> NoReturn:
+    """The kinds as an answer."""
+    from ftrain.compose.strikes import KINDS
+
+    render.table(("kind", "what happens"), [(kind.name, kind.about) for kind in KINDS])
+    render.data("\nall: each of them in its turn; table5: drawn by the shares of Llama 3's interruptions")
+    sys.exit(ExitCode.DONE)
+
+
+def _wrong(name: str) -> str:
+    """That there is no such kind, and which ones may be meant."""
+    from ftrain.compose.strikes import BY_NAME
+    from ftrain.nearest import nearest_words
+
+    if name in ("all", "table5", "help"):
+        return f"{name!r} stands alone"
+    close = nearest_words(name, BY_NAME)
+    return f"{name!r} is no kind of fault" + (f" (did you mean {' or '.join(close)}?)" if close else "")
 
 
 def possible(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,12 +22,13 @@ NONE = "none"  # no interruption: the workers step on
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """One kind of strike. `classes`: verdicts that are right; `target`: whose process is struck; `store`: nobody's, the run's
-    storage is; `inside`: a process of the run does it to itself, at the named point `at` (`ftrain.faults`), in the words of
-    `text`.
+    """One kind of strike. `about`: what happens, in a line for a person; `classes`: verdicts that are right; `target`: whose
+    process is struck; `store`: nobody's, the run's storage is; `inside`: a process of the run does it to itself, at the named
+    point `at` (`ftrain.faults`), in the words of `text`.
     """
 
     name: str
+    about: str
     target: str
     what: str
     classes: frozenset[str]
@@ -38,25 +39,145 @@ class Kind(Struct, frozen=True, kw_only=True):
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 KINDS: tuple[Kind, ...] = (
-    Kind(name="worker-kill", target="worker", what="SIGKILL", classes=frozenset({"unknown"})),
-    Kind(name="worker-segv", target="worker", what="SIGSEGV", classes=frozenset({"process_crash"})),
-    Kind(name="worker-abort", target="worker", what="SIGABRT", classes=frozenset({"process_crash"})),
-    Kind(name="worker-stop", target="worker", what="SIGSTOP", classes=frozenset({"collective_timeout"})),
-    Kind(name="keeper-kill", target="keeper", what="SIGKILL", classes=frozenset({NONE})),
-    Kind(name="zygote-kill", target="zygote", what="SIGKILL", classes=frozenset({NONE})),
-    Kind(name="coordinator-kill", target="coordinator", what="SIGKILL", classes=frozenset({NONE})),
-    Kind(name="agent-kill", target="agent", what="SIGKILL", classes=frozenset({"unknown"})),
-    Kind(name="exception", target="inside", what="raise", classes=frozenset({"software_error"})),
-    Kind(name="loop", target="inside", what="loop", classes=frozenset({"collective_timeout"})),
-    Kind(name="lock", target="inside", what="lock", classes=frozenset({"collective_timeout"})),
-    Kind(name="nan", target="inside", what="nan", classes=frozenset({NONE}), at="gradients"),
-    Kind(name="flip", target="inside", what="flip", classes=frozenset({NONE}), at="gradients", least_step=20),
-    Kind(name="keeper-upload", target="inside", what="kill", classes=frozenset({NONE}), at="upload"),
-    Kind(name="mismatch", target="inside", what="part", classes=frozenset({"collective_timeout"}), at="gradients"),
-    Kind(name="gpu-error", target="inside", what="raise", classes=frozenset({"gpu_memory_error"}), text=ECC),
-    Kind(name="sigterm", target="parent", what="SIGTERM", classes=frozenset({NONE})),
-    Kind(name="corrupt-newest", target="agent", what="damage", classes=frozenset({"unknown"})),
-    Kind(name="store-outage", target="store", what="read-only", classes=frozenset({NONE})),
+    Kind(
+        name="worker-kill",
+        about="a rank is killed, as the kernel does when memory runs out (SIGKILL)",
+        target="worker",
+        what="SIGKILL",
+        classes=frozenset({"unknown"}),
+    ),
+    Kind(
+        name="worker-segv",
+        about="a rank crashes in native code (SIGSEGV)",
+        target="worker",
+        what="SIGSEGV",
+        classes=frozenset({"process_crash"}),
+    ),
+    Kind(
+        name="worker-abort",
+        about="a rank gives up, as a failed assertion of a library does (SIGABRT)",
+        target="worker",
+        what="SIGABRT",
+        classes=frozenset({"process_crash"}),
+    ),
+    Kind(
+        name="worker-stop",
+        about="a rank stands still and does not answer: the others hang (SIGSTOP)",
+        target="worker",
+        what="SIGSTOP",
+        classes=frozenset({"collective_timeout"}),
+    ),
+    Kind(
+        name="keeper-kill",
+        about="the process that stores checkpoints is killed; the ranks step on",
+        target="keeper",
+        what="SIGKILL",
+        classes=frozenset({NONE}),
+    ),
+    Kind(
+        name="zygote-kill",
+        about="the process that new ranks are forked from is killed; the ranks step on",
+        target="zygote",
+        what="SIGKILL",
+        classes=frozenset({NONE}),
+    ),
+    Kind(
+        name="coordinator-kill",
+        about="the supervisor itself is killed; the ranks step on",
+        target="coordinator",
+        what="SIGKILL",
+        classes=frozenset({NONE}),
+    ),
+    Kind(
+        name="agent-kill",
+        about="the process that starts and watches the ranks is killed, and they with it: a lost node",
+        target="agent",
+        what="SIGKILL",
+        classes=frozenset({"unknown"}),
+    ),
+    Kind(
+        name="exception",
+        about="a rank raises a Python exception in a step",
+        target="inside",
+        what="raise",
+        classes=frozenset({"software_error"}),
+    ),
+    Kind(
+        name="loop",
+        about="a rank is caught in an endless loop in a step: the others hang",
+        target="inside",
+        what="loop",
+        classes=frozenset({"collective_timeout"}),
+    ),
+    Kind(
+        name="lock",
+        about="a rank waits for a lock that nobody frees: the others hang",
+        target="inside",
+        what="lock",
+        classes=frozenset({"collective_timeout"}),
+    ),
+    Kind(
+        name="nan",
+        about="the gradients of a step are not finite",
+        target="inside",
+        what="nan",
+        classes=frozenset({NONE}),
+        at="gradients",
+    ),
+    Kind(
+        name="flip",
+        about="one bit of a gradient is flipped: silent corruption",
+        target="inside",
+        what="flip",
+        classes=frozenset({NONE}),
+        at="gradients",
+        least_step=20,
+    ),
+    Kind(
+        name="keeper-upload",
+        about="the process that stores checkpoints is killed in the middle of an upload",
+        target="inside",
+        what="kill",
+        classes=frozenset({NONE}),
+        at="upload",
+    ),
+    Kind(
+        name="mismatch",
+        about="a rank leaves out a collective that the others enter: they hang",
+        target="inside",
+        what="part",
+        classes=frozenset({"collective_timeout"}),
+        at="gradients",
+    ),
+    Kind(
+        name="gpu-error",
+        about="a rank reports an uncorrectable memory error of its GPU",
+        target="inside",
+        what="raise",
+        classes=frozenset({"gpu_memory_error"}),
+        text=ECC,
+    ),
+    Kind(
+        name="sigterm",
+        about="`ftrain run` is asked to leave, as by a scheduler (SIGTERM); the drill starts it again",
+        target="parent",
+        what="SIGTERM",
+        classes=frozenset({NONE}),
+    ),
+    Kind(
+        name="corrupt-newest",
+        about="a bit of the newest checkpoint is flipped, and the node is lost with what it has in memory",
+        target="agent",
+        what="damage",
+        classes=frozenset({"unknown"}),
+    ),
+    Kind(
+        name="store-outage",
+        about="for some seconds nothing can be written to the checkpoints' folder (needs root)",
+        target="store",
+        what="read-only",
+        classes=frozenset({NONE}),
+    ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 TABLE_5 = {

@@ -177,7 +177,12 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "classify": [("classify nothere", 2, "does not exist")],
     "doctor": [("doctor nothere.toml", 3, "cannot be read"), ("doctor my.toml --measure x.json", 2, ".toml")],
     "drill": [
-        ("drill my.toml --faults kll", 2, "kill"),
+        ("drill my.toml --faults kll", 2, "'kll' is no kind of fault (did you mean worker-kill or"),
+        (
+            "drill my.toml --faults worker-kill,typo",
+            2,
+            "--faults: 'typo' is no kind of fault. `ftrain drill CONFIG --faults help`",
+        ),
         ("drill my.toml --minutes 0", 2, "x>=0.1"),
         ("drill my.toml --folder runs", 3, "holds what no drill has left there: mine"),
         ("drill my.toml --folder my.toml", 2, "is a file"),

@@ -10,7 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ftrain.cli.drill import drill as drill_command
 from ftrain.cli.drill import show
 from ftrain.compose.course import Course
 from ftrain.compose.drill import COURSES, EXIT, Orders, Outcome, drill, variant
@@ -371,3 +373,34 @@ def test_without_a_strike_before_it_an_equal_state_is_no_proof(
     assert EXIT[outcome.good] == code
     show(outcome)
     assert ("NOT PROVED: no fault came before" in capsys.readouterr().out) == (covered == 0)
+
+
+def test_every_kind_is_told_in_a_line_that_a_person_understands() -> None:
+    told = CliRunner().invoke(drill_command, ["no.toml", "--faults", "help"])
+    assert told.exit_code == 0
+    assert told.stderr == ""
+    rows = told.stdout.splitlines()[1:]
+    assert [row.split()[0] for row in rows[: len(BY_NAME)]] == list(BY_NAME)
+    for name, kind in BY_NAME.items():
+        assert f"{name} " in told.stdout
+        assert kind.about in told.stdout
+        assert len(kind.about.split()) > 3
+    assert "table5" in rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ("kil", "'kil' is no kind of fault (did you mean worker-kill or keeper-kill or zygote-kill or coordinator-kill or "),
+        ("worker-kll", "'worker-kll' is no kind of fault (did you mean worker-kill?)"),
+        ("worker-kill,typo", "--faults: 'typo' is no kind of fault. "),
+        ("all,loop", "'all' stands alone"),
+        (",", "no kind of fault is named"),
+    ],
+)
+def test_a_wrong_kind_is_named(faults: str, said: str) -> None:
+    told = CliRunner().invoke(drill_command, ["no.toml", "--faults", faults])
+    assert told.exit_code == 2
+    assert said in told.stderr
+    assert "worker-kill:" not in told.stderr
+    assert told.stdout == ""
