@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from storage.catalog import CheckpointInfo, CheckpointState, StepFolder, read_catalog, read_checked
+from storage.catalog import Catalog, CheckpointInfo, CheckpointState, StepFolder, read_catalog, read_checked
 from storage.checkpoint import Checkpoint
 from storage.collect import CollectReport, collect
 from storage.commit import CommitRecord, CommitRef, commit
@@ -128,8 +128,7 @@ class RunStore:
             if step is not None and passed.error is not None:
                 raise passed.error
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        others = sorted({folder.step for folder, _ in catalog.newest_first()})
-        reasons = passed.sentences() or [f"there are {', '.join(map(str, others[-8:]))}" if others else "nothing is there"]
+        reasons = passed.sentences() or [_what_is_there(catalog, tainted)]
         raise NoCheckpoint(f"{self.store.url} has {what} to load ({'; '.join(reasons)})", candidates=reasons)
 
     def _open_folder(
@@ -170,3 +169,11 @@ class RunStore:
             self._require_ownership(read_epochs(self.store), "delete anything")
         how = {"now_s": now_s, "grace_s": grace_s}
         return collect(self.store, policies, **how, live=live, writers=writers, tainted=tainted)
+
+
+def _what_is_there(catalog: Catalog, tainted: bool) -> str:
+    """The steps that can be had instead: what was retired, or never committed, is no help to anybody."""
+    good = [folder.step for folder in catalog.folders if folder.counting(catalog.epochs) or (tainted and folder.tainted)]
+    if good:
+        return f"there are {', '.join(map(str, good[-8:]))}"
+    return "nothing is there" if not catalog.folders else "nor is there another one that could be loaded"

@@ -205,7 +205,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 def verify(url: str, sample: float, as_json: bool) -> None:
     """Read every chunk, check every checksum, recompute every digest. Exit code 4 if anything is wrong.
 
-    Without @STEP all checkpoints of the run are verified.
+    Without @STEP all checkpoints of the run are verified. A step that was retired, or never committed, is not there (exit code
+    4 as well), which is no damage.
 
     \b
     Example:
@@ -213,21 +214,21 @@ def verify(url: str, sample: float, as_json: bool) -> None:
     """
     import msgspec
 
-    from storage.errors import StorageError
+    from storage.errors import CoverageError, Damaged, FormatError, NoCheckpoint, ObjectMissing
 
     base, step = split_step(url)
     reports: dict[int, Any] = {}
     with opened(base) as run:
-        there = run.checkpoints()
-        if step is not None and step not in {info.step for info in there}:
-            run.open(step)  # says that it is not there, which is no damage
-        steps = [step] if step is not None else [info.step for info in there if info.state in ("valid", "damaged")]
+        there = {info.step: info.state for info in run.checkpoints()}
+        if step is not None and there.get(step) not in ("valid", "damaged", "tainted"):
+            run.open(step)  # says why it is not there (any more), which is no damage
+        steps = [step] if step is not None else [each for each, state in there.items() if state in ("valid", "damaged")]
         for each in steps:
             try:
                 found = run.open(each).verify(sample=sample)
                 reports[each] = {"ok": found.ok, **msgspec.to_builtins(found)}
-            except StorageError as error:
-                reports[each] = {"ok": False, "problems": [{"reason": f"{type(error).__name__}: {error}"}]}
+            except (Damaged, FormatError, CoverageError, ObjectMissing, NoCheckpoint) as error:
+                reports[each] = {"ok": False, "problems": [{"reason": str(error)}]}
     if as_json:
         render.json({str(each): facts for each, facts in reports.items()})
     else:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from ftrain.compose.errors import RefusedError
+from ftrain.compose.paths import folder_of
 from ftrain.compose.stores import open_place
 from ftrain.compose.weights import weights_of
 from ftrain.config import Config, Model
@@ -34,6 +35,7 @@ from ftrain.parallel.arrays import MASTER, SLOTS, WEIGHTS, StateTypes, array_spe
 from ftrain.parallel.layout import ParameterSpec, parameters
 from ftrain.parallel.shape import MeshShape
 from ftrain.phases import config_of
+from ftrain.schemes import is_local
 from storage.box import Box
 from storage.checkpoint import Checkpoint, native_dtype
 from storage.commit import CommitRef
@@ -161,27 +163,47 @@ def _saved(progress: dict[str, Any]) -> dict[str, Any]:
 def import_run(form: Literal["safetensors", "dcp"], source: str, url: str, *, config: str | None = None) -> CommitRef:
     """Make a run at `url` of the model in `source`. `config`: a run's TOML or a Hugging Face config.json, if not beside it.
 
-    Raises CoverageError with everything that is missing, extra or of another shape, before anything is written.
+    Raises CoverageError with everything that is missing, extra or of another shape, before anything is written;
+    ConfigurationError if there is nothing at `source`.
     """
     store, target = open_place(source), open_place(url)
     try:
         run = RunStore(target)
         if run.checkpoints():
             raise RefusedError([f"{url} has checkpoints already: an import makes a run of its own, give another URL"])
-        model, seq_len = _model(store, config)
-        with _opened(form, store) as found:
-            given = _Given(found)
-            specs = parameters(model, MeshShape())
-            given.require(specs)
-            progress = _progress(store, given, form, source, model, seq_len)
-            epoch = run.take_epoch(owner={"import": source, "form": form}, starts_from=None)
-            arrays = array_specs(specs, MeshShape(), bucket_bytes=BUCKET_BYTES, types=StateTypes())
-            arrays.sort(key=lambda spec: (spec.name.partition("/")[2], spec.name))  # a parameter's slots follow one another
-            incoming = [Incoming(spec, given.reader(spec)) for spec in arrays]
-            return write_checkpoint(run, incoming, step=progress["step"], epoch=epoch, progress=progress, created_s=time.time())
+        with _there(store, source):
+            model, seq_len = _model(store, config)
+            with _opened(form, store) as found:
+                given = _Given(found)
+                specs = parameters(model, MeshShape())
+                given.require(specs)
+                progress = _progress(store, given, form, source, model, seq_len)
+                epoch = run.take_epoch(owner={"import": source, "form": form}, starts_from=None)
+                arrays = array_specs(specs, MeshShape(), bucket_bytes=BUCKET_BYTES, types=StateTypes())
+                arrays.sort(key=lambda spec: (spec.name.partition("/")[2], spec.name))  # a parameter's slots follow one another
+                incoming = [Incoming(spec, given.reader(spec)) for spec in arrays]
+                return write_checkpoint(
+                    run, incoming, step=progress["step"], epoch=epoch, progress=progress, created_s=time.time()
+                )
     finally:
         store.close()
         target.close()
+
+
+@contextmanager
+def _there(store: ObjectStore, source: str) -> Iterator[None]:
+    """Of a source that is not there at all, whatever is missed first (a config, a file) would be no help to anybody."""
+    place = folder_of(source) if is_local(source) else None
+    wanted = "give the folder, or the URL, of the model's files"
+    if place is not None and not place.is_dir():
+        why = "a file" if place.exists() else "no such folder"
+        raise ConfigurationError(f"{source}: there is {why}; {wanted}")
+    try:
+        yield
+    except (ConfigurationError, ObjectMissing) as error:
+        if place is not None or any(True for _ in store.list("")):
+            raise
+        raise ConfigurationError(f"{source}: nothing is there; {wanted}") from error
 
 
 @contextmanager

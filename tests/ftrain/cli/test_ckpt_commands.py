@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from storage.compress import Compressor
 from storage.epoch import read_epochs
 from storage.lease import renew
 from storage.objects import open_store
+from storage.retention import KeepLast
 from storage.run import RunStore
 from tests.storage import building
 from tests.storage.building import COMPRESSIBLE, SPECS, random_values, save, smooth_values, write_packs
@@ -104,6 +106,28 @@ def test_a_tainted_checkpoint_is_shown_and_verified_by_its_step(run: RunStore) -
     assert facts("show", f"{run.store.url}@20")["step"] == 20
     assert facts("show", run.store.url)["step"] == 10
     assert facts("verify", f"{run.store.url}@20")["20"]["ok"]
+
+
+def test_a_retired_step_is_said_to_be_gone_and_not_to_be_damaged(run: RunStore) -> None:
+    for step in (40, 50, 60):
+        save(run, VALUES, step=step, epoch=1)
+    run.collect([KeepLast(1)], now_s=time.time(), grace_s=3600.0)
+    assert {row["step"]: row["state"] for row in facts("ls", run.store.url)}[50] == "retired"
+    for words in (["verify"], ["verify", "--json"], ["show"]):
+        done = CliRunner().invoke(ckpt, [*words, f"{run.store.url}@50"])
+        assert (done.exit_code, done.stdout) == (ExitCode.DAMAGED, "")
+        assert f"{run.store.url} has no checkpoint of step 50 to load (step 50: retired: deleted on purpose" in done.stderr
+        assert "damage was found" not in done.stderr
+        assert "NoCheckpoint" not in done.stderr
+    nowhere = CliRunner().invoke(ckpt, ["show", f"{run.store.url}@33"])
+    assert "no checkpoint of step 33 to load (there are 20, 60)" in nowhere.stderr, (
+        "what can be loaded, the tainted by its step"
+    )
+    pack = next(info.key for info in run.store.list("checkpoints/step-00000060/") if info.key.endswith(".pack"))
+    run.store.delete(pack)
+    lost = CliRunner().invoke(ckpt, ["verify", f"{run.store.url}@60"])
+    assert (lost.exit_code, lost.stdout) == (ExitCode.DAMAGED, f"step 60: {pack} is not there\n")
+    assert lost.stderr == "damage was found: a resume passes such a checkpoint over\n"
 
 
 def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:

@@ -112,7 +112,14 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
     ],
     "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
-    "ckpt import": [("ckpt import --from safetensors nothere runs/imported", 5, "config.json")],
+    "ckpt import": [
+        ("ckpt import --from safetensors nothere runs/imported", 5, "nothere: there is no such folder; give the folder"),
+        ("ckpt import --from dcp nothere runs/imported --config my.toml", 5, "nothere: there is no such folder"),
+        ("ckpt import --from safetensors my.toml runs/imported", 5, "my.toml: there is a file; give the folder"),
+        ("ckpt import --from safetensors runs runs/imported", 5, "has no config.json: give the model with --config"),
+        ("ckpt import --from dcp memory://nothere runs/imported --config my.toml", 5, "memory://nothere: nothing is there"),
+        ("ckpt import --from safetensors memory://nothere runs/imported", 5, "memory://nothere: nothing is there"),
+    ],
     "ckpt ls": [
         ("ckpt ls", 2, "Missing argument"),
         ("ckpt ls runs/mne", 4, "no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
