@@ -206,9 +206,9 @@ class TierCommitted(Event, frozen=True, kw_only=True):
 
 
 class StorageNotice(Event, frozen=True, kw_only=True):
-    """Something about files that a person should know and that stops nothing: what it is about, and a sentence."""
+    """Something about files or ports that a person should know and that stops nothing: what it is about, and a sentence."""
 
-    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room"]
+    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room", "metrics"]
     text: str
     step: int | None = None
 

@@ -27,6 +27,7 @@ from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, Repor
 from recovery.verdict import own_words
 
 WIDTH = 80
+NOTICES = 5
 ATTEMPTS = ("attempt", "ranks", "from step", "ready in", "steps", "lost", "ended by")
 _SPEAKER = re.compile(r"\[rank(\d+)\]: ")
 _LABEL = re.compile(r" *(?:\S+ {2,}|\(\d+\) )")  # what stands before the text of a line: `cause      `, `(1) `
@@ -50,6 +51,7 @@ def lines(report: Report) -> list[str]:
         *_interruptions(report),
         *_causes(report),
         *_checkpoints(report),
+        *_notices(report),
     ]
 
 
@@ -252,6 +254,15 @@ def _checkpoints(report: Report) -> Iterator[str]:
     yield f"checkpoints: {rows.committed} committed ({newest}), {rows.nbytes:,} bytes in {format_duration(rows.seconds)}"
     yield from (f"  failed at step {row['step']}: {row['reason']}" for row in rows.failed)
     yield from (f"  step {row['step']} passed over: {row['reason']}" for row in rows.passed_over)
+
+
+def _notices(report: Report) -> Iterator[str]:
+    """What was said on the way, each sentence once and when it was said last; the newest of many."""
+    last = {row["text"]: row["t"] for row in report.checkpoints.notices}
+    newest = sorted(last, key=last.__getitem__)[-NOTICES:]
+    if newest:
+        yield "notices" if len(newest) == len(last) else f"the newest {NOTICES} of {len(last)} notices"
+        yield from (f"  {_clock(last[text])}  {text}" for text in newest)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 
 from ftrain.compose.errors import UnfitError
-from ftrain.compose.nodes import arena_nbytes
+from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec
 from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
 from ftrain.phases import most_ranks
 from recovery.notice import read_time
+from recovery.ports import can_bind
 from recovery.preflight import Check, Concern, Result, examine
 from recovery.timeouts import Timeouts, explain
 
@@ -90,9 +91,38 @@ def thorough(config: Config) -> list[Check]:
         Check(name="memory", entry="recovery.probes:memory", args={"need_bytes": need}),
         Check(name="storage", entry="ftrain.compose.checks:store", args=url, limit_s=60.0),
         Check(name="clock", entry="ftrain.compose.checks:clock", args=url, limit_s=60.0),
+        *_ports(config),
         Check(name="collective", entry="ftrain.compose.checks:collective", limit_s=60.0, remedy="see machine.interface"),
         Check(name="device", entry="ftrain.compose.checks:device", args={"name": config.machine.device}, limit_s=60.0),
     ]
+
+
+def _ports(config: Config) -> list[Check]:
+    """Those that the config names. Whoever holds one may be this run itself, if it is live."""
+    metrics = {"port": config.recovery.metrics_port}
+    nodes = {"config": msgspec.to_builtins(config)}
+    return [
+        *([Check(name="metrics port", entry="ftrain.compose.checks:metrics_port", args=metrics)] if metrics["port"] else []),
+        *(
+            [Check(name="nodes' port", entry="ftrain.compose.checks:nodes_port", args=nodes)]
+            if config.machine.port and config.machine.ranks_per_node
+            else []
+        ),
+    ]
+
+
+def metrics_port(port: int) -> str:
+    """The metrics can be served; a run goes on without."""
+    if not can_bind(HOST, port):
+        raise Concern(f"port {port} of {HOST} is in use: without another recovery.metrics_port no metrics are served")
+    return f"port {port} of {HOST} is free"
+
+
+def nodes_port(config: dict[str, Any]) -> str:
+    """The coordinator can wait for its nodes; a run does not start without."""
+    wanted = msgspec.convert(config, Config)
+    check_port(fleet_spec(wanted, local_dir(wanted)), "machine.port")
+    return f"port {wanted.machine.port} is free"
 
 
 def results(config: Config, *, everything: bool, env: Mapping[str, str] = os.environ) -> list[Result]:

@@ -22,6 +22,7 @@ from ftrain.compose.ledgers import StoreSink
 from ftrain.compose.nodes import fleet_spec, node_args, shared_dir, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.paths import CONFIGURED
+from ftrain.compose.places import notice
 from ftrain.compose.skips import ranges
 from ftrain.compose.slurm import ask_for_requeue
 from ftrain.compose.stores import limit_traffic, open_configured
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         return ExitCode.STORAGE
     exporter = Exporter(folder, port=config.recovery.metrics_port)
     try:
-        coordinator = compose(folder, launch, config, store)
+        coordinator = compose(folder, launch, config, store, unserved=exporter.unserved)
         ending = coordinator.run()
     except StorageError as error:  # at the start or a roll-back: afterwards a save fails, not the run
         logging.error("storage cannot be used: %s", error)
@@ -75,21 +76,17 @@ def main(argv: list[str]) -> int:
     return ending.code
 
 
-def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore) -> Coordinator:
-    """Everything a run is made of, put together."""
+def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore, *, unserved: str = "") -> Coordinator:
+    """Everything a run is made of, put together. `unserved`: why its metrics are on no port, if that is so."""
     faults = Faults(config.faults, folder / "faults")
     recovery = config.recovery
     lookout = Lookout(sources(os.environ, recovery.notice), poll_s=recovery.notice_poll_s, clock=time.time)
     scheduler = f"Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     endwatch = EndWatch(lookout, margin_s=recovery.end_margin_s, scheduler=scheduler)
-    delegate = RunDelegate(
-        launch,
-        config,
-        RunStore(CommitPoints(store, faults) if config.faults else store),
-        folder=folder,
-        policies=policies(config),
-        endwatch=endwatch,
-    )
+    run = RunStore(CommitPoints(store, faults) if config.faults else store)
+    delegate = RunDelegate(launch, config, run, folder=folder, policies=policies(config), endwatch=endwatch)
+    if unserved:
+        delegate.tell(notice("metrics", unserved))
     env = {"OPENBLAS_NUM_THREADS": "1"}
     fleet = fleet_spec(config, folder)
     if fleet is not None:

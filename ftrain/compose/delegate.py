@@ -133,6 +133,10 @@ class RunDelegate(StoringDelegate):
         passed = newest.passed_over if newest else []
         return [started, taken, *config_changes(self._local, self._launch), *passed_over(passed)]
 
+    def tell(self, event: Event) -> None:
+        """Into the ledger, at the next tick."""
+        self._told.append(event)
+
     def _before(self, update: int, infos: Sequence[CheckpointInfo]) -> Checkpoint | None:
         """Where a run goes on from, so that it passes over data that its newest state has seen."""
         start = newest_before(infos, update)

@@ -21,6 +21,7 @@ from recovery.report import ReportBuilder, ReportError
 
 log = logging.getLogger(__name__)
 
+HOST = "127.0.0.1"
 PAUSE_S = 15.0
 SHARE = 50.0
 
@@ -34,7 +35,8 @@ class Exporter:
         self._books = ReportBuilder()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
-        self._server = _serve(self._path, port) if port else None
+        self.unserved = ""  # why nobody can ask the port, in words
+        self._server = self._serve(port) if port else None
         self._thread.start()
 
     def close(self) -> None:
@@ -44,6 +46,17 @@ class Exporter:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+    def _serve(self, port: int) -> ThreadingHTTPServer | None:
+        """A port that is taken costs the metrics, not the run."""
+        try:
+            return _server(self._path, port)
+        except OSError as error:
+            self.unserved = (
+                f"no metrics are served on port {port} of {HOST} ({error.strerror}): set another recovery.metrics_port; "
+                f"{self._path} has the same"
+            )
+            return None
 
     def _work(self) -> None:
         last = False
@@ -67,8 +80,8 @@ class Exporter:
             log.warning("metrics cannot be written: %s", error)
 
 
-def _serve(path: Path, port: int) -> ThreadingHTTPServer | None:
-    """Serve the file on the loopback interface; a port that is taken costs the metrics, not the run."""
+def _server(path: Path, port: int) -> ThreadingHTTPServer:
+    """Serves the file on the loopback interface. OSError if it cannot."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -84,11 +97,7 @@ def _serve(path: Path, port: int) -> ThreadingHTTPServer | None:
         def log_message(self, format: str, *args: object) -> None:
             """Whoever looks is not news."""
 
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        log.warning("no metrics on port %d: %s", port, error)
-        return None
+    server = ThreadingHTTPServer((HOST, port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="metrics-http", daemon=True).start()
     return server

@@ -143,7 +143,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         name="mismatch",
-        about="a rank leaves out a collective that the others enter: they hang",
+        about="a rank enters a collective that the others do not: all of them hang",
         target="inside",
         what="part",
         classes=frozenset({"collective_timeout"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,24 @@ pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
 
 def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, corpus: str) -> None:
-    with hook() as server:
-        extra = f'webhook = "{server.url}"\n' + fault("step", 4, kind="raise")
+    with hook() as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        extra = f'webhook = "{server.url}"\nmetrics_port = {port}\n' + fault("step", 4, kind="raise")
         run = TinyRun(folder=tmp_path, corpus=corpus, extra=extra)
         with no_process_left(run):
             code, output = run.run()
     assert code == ExitCode.GIVEN_UP, output
-    packet = ftrain_json("report", run.url)["packet"]
+    report = ftrain_json("report", run.url)
+    packet = report["packet"]
+    unserved = f"no metrics are served on port {port} of 127.0.0.1 (Address already in use): set another recovery.metrics_port"
+    assert unserved in output
+    (notice,) = (told for told in report["checkpoints"]["notices"] if told["topic"] == "metrics")
+    assert notice["text"].startswith(unserved)
     assert [told["packet"] for told in server.received] == [packet]  # once
     assert "software_error in software, first rank 1" in packet["headline"]
     assert packet["command"] == f"ftrain run {run.config}"
     text = ftrain("report", run.url).stdout
+    assert unserved in " ".join(text.split())
     assert f"go on     ftrain run {run.config}" in text
     assert "ftrain_interruptions_total" in (run.local / "metrics.prom").read_text()
     (incident,) = (run.local / "incidents").glob("*.json")

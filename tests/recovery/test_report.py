@@ -149,6 +149,18 @@ def test_the_decision_does_not_say_the_cause_again() -> None:
     assert "restart: unknown; first time" in text
 
 
+def test_each_notice_is_shown_once_and_of_many_the_newest() -> None:
+    said = [ev.StorageNotice(t=100.0 + n, topic="metrics", text=f"notice {n % 7}") for n in range(10)]
+    start = ev.RunStarted(t=100.0, run_id="x")
+    few = "\n".join(lines(report([start, said[0], said[7]])))
+    assert few.count("notice 0") == 1
+    assert "notices\n  1970-01-01 00:01:47  notice 0" in few
+    many = lines(report([start, *said]))[-6:]
+    assert many[0] == "the newest 5 of 7 notices"
+    assert [line[-1] for line in many[1:]] == ["5", "6", "0", "1", "2"]
+    assert "notice" not in "\n".join(lines(report([start])))
+
+
 def test_an_empty_ledger_is_refused() -> None:
     with pytest.raises(ReportError):
         report([])

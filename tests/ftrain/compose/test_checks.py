@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from ftrain.load import load
 from recovery.preflight import Concern, answer
 from recovery.probes import ProbeError, program
 from tests.commands import ftrain, ftrain_json
+from tests.free_ports import later
 from tests.runs import TinyRun
 
 
@@ -77,6 +79,25 @@ def test_a_remedy_is_named_once_and_fits_the_reason(run: TinyRun) -> None:
     assert answer(away).bad
     assert "synchronise" not in answer(away).line()
     assert "needed for the arenas of the memory tier" in answer(asked["memory"]).text
+
+
+def test_ports_that_the_config_names_are_tried(run: TinyRun) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, free = taken.getsockname()[1], later()
+
+        def said(*overrides: str) -> dict[str, tuple[str, str]]:
+            asked = checks.thorough(load(str(run.config), overrides))
+            found = [answer(check) for check in asked if check.name in ("metrics port", "nodes' port")]
+            return {result.name: (result.status, result.text) for result in found}
+
+        assert said() == {}
+        nodes = ("machine.ranks_per_node=1", 'machine.interface="lo"')
+        found = said(f"recovery.metrics_port={port}", f"machine.port={port}", *nodes)
+        assert [status for status, _ in found.values()] == ["warning", "failed"]
+        assert "without another recovery.metrics_port no metrics are served" in found["metrics port"][1]
+        assert f"machine.port: port {port} of 127.0.0.1 is in use" in found["nodes' port"][1]
+        found = said(f"recovery.metrics_port={free}", f"machine.port={free}", *nodes)
+        assert [status for status, _ in found.values()] == ["ok", "ok"]
 
 
 def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
