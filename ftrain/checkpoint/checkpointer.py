@@ -29,7 +29,7 @@ from ftrain.checkpoint.pieces import Holding, Pieces, holdings_of, plan
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.record import encoded, merged
 from ftrain.checkpoint.script_link import Keepers, SaveError
-from ftrain.checkpoint.script_load import load_newest, stored_until, take_epoch
+from ftrain.checkpoint.script_load import check_state, load_newest, stored_until, take_epoch
 from ftrain.checkpoint.script_messages import CommitDone
 from ftrain.checkpoint.script_options import checked_options
 from ftrain.checkpoint.script_save import ALONE, BUSY, Save, Vote, checked_step
@@ -100,11 +100,13 @@ class Checkpointer:
         """Fill `state` in place from the newest checkpoint (or that of `step`); returns its step, 0 if there is none.
 
         Every rank calls it, with a state of the same structure in whatever layout it has now. Damaged checkpoints are passed
-        over. Raises StateError if the state does not fit (then nothing was changed; `strict=False` loads what does),
-        NoCheckpoint if there are checkpoints and none can be read. Later steps than the loaded one cease to exist: this run
-        goes on from here. What this object has saved is waited for first.
+        over. Raises StateError if the state does not fit (then nothing was changed; `strict=False` loads what does), or is one
+        that `save` would refuse, also where there is nothing to load; NoCheckpoint if there are checkpoints and none can be
+        read. Later steps than the loaded one cease to exist: this run goes on from here. What this object has saved is waited
+        for first.
         """
         self._check_open()
+        check_state(state, self._ranks)
         self._known.look()
         self._beside.watch(state, self._known)
         if self._saved_any:

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from ftrain.checkpoint.bind import binder_of
+from ftrain.checkpoint.pieces import holdings_of
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.record import StateError
+from ftrain.checkpoint.record import StateError, encoded
 from ftrain.checkpoint.script_link import SaveError
 from ftrain.checkpoint.script_messages import RECORD
+from ftrain.checkpoint.state import flatten
 from ftrain.supervised import Commit, reporter
 from storage.catalog import CheckpointState
 from storage.checkpoint import Checkpoint
@@ -30,6 +32,28 @@ log = logging.getLogger("ftrain.checkpoint")
 MOST_TOLD = 64
 
 BAD = (Damaged, FormatError, CoverageError, ObjectMissing, NoCheckpoint)
+
+
+def check_state(state: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise StateError, on all ranks, if `save` would refuse the state on one of them. A collective; copies nothing.
+
+    Objects that have a `state_dict` (loaders, schedules) are taken at their word: asking them before anything is loaded may
+    start a loader's processes, or draw from a random generator. Nor are the ranks' values compared: the first save does that.
+    """
+    problem = None
+    try:
+        if not isinstance(state, dict):
+            raise StateError(f"the state is a {type(state).__name__}: it is filled in place, so it must be a dict")
+        flat = flatten(state, ranks.rank, asks=False)
+        encoded(flat.record)
+        holdings_of(flat)
+    except Exception as error:
+        problem = error
+    said = ranks.agreed(str(problem) if problem is not None else None)
+    if problem is not None and not isinstance(problem, StateError):
+        raise problem  # a module's own, say
+    if said is not None:
+        raise StateError(f"this state could not be saved ({said}); nothing was loaded") from problem
 
 
 def load_newest(
@@ -119,8 +143,6 @@ def _load(store: ObjectStore, step: int, state: Mapping[str, Any], ranks: Ranks,
     record = checkpoint.progress.get(RECORD)
     if record is None:
         raise StateError(f"{store.url} holds checkpoints of `ftrain run`, not of a Checkpointer: give it a folder of its own")
-    if not isinstance(state, dict):
-        raise StateError(f"the state is a {type(state).__name__}: it is filled in place, so it must be a dict")
     binder = binder_of(checkpoint, state, ranks, strict=strict)
     apply: Callable[[], Any] | None = None
     try:

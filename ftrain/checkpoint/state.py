@@ -87,6 +87,7 @@ class _Flattener:
     rank: int
     models: list[nn.Module]
     known: Known
+    asks: bool = True
     leaves: list[Leaf] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -120,7 +121,7 @@ class _Flattener:
         if isinstance(value, np.generic):
             return plain(value.item(), path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return self.node(value.state_dict(), path, name)
+            return self.node(value.state_dict(), path, name) if self.asks else None
         return plain(value, path)
 
     def _apart(self, path: str, name: str, key: list[Any] | None, walk: Callable[[_Flattener], Node]) -> Node:
@@ -134,7 +135,8 @@ class _Flattener:
         part: Part | None = self.known.part(path)
         told = part is not None and identical(part.key, key)
         if part is None or not told:
-            inner = _Flattener(self.rank, self.models, self.known, own=self.own, varies=self.varies, alike=self.alike)
+            how = {"own": self.own, "varies": self.varies, "alike": self.alike}
+            inner = _Flattener(self.rank, self.models, self.known, self.asks, **how)
             node = msgspec.Raw(msgspec.json.encode(walk(inner)))
             names, addresses = frozenset(inner.names), frozenset(inner.addresses)
             part = Part(key, node, inner.leaves, inner.sources, names, addresses, inner.memory, inner.tied)
@@ -245,13 +247,14 @@ class _Flattener:
         return found
 
 
-def flatten(state: Mapping[str, Any], rank: int = 0, known: Known | None = None) -> Flat:
+def flatten(state: Mapping[str, Any], rank: int = 0, known: Known | None = None, *, asks: bool = True) -> Flat:
     """Take a state apart. Raises StateError, naming what cannot be saved.
 
-    `known`: what is known from the last time, its `look` just begun.
+    `known`: what is known from the last time, its `look` just begun. `asks`: objects that are neither modules nor PyTorch's own
+    optimizers are asked for their `state_dict`; else they stand for themselves.
     """
     known = known or Known()
-    walk = _Flattener(rank, list(modules_in(state.values())), known)
+    walk = _Flattener(rank, list(modules_in(state.values())), known, asks)
     record = of_mapping(state, "", lambda each, at: walk.node(each, at, segment(at, "")))
     known.over()
     if not identical(walk.leaves, list(known.leaves.values())):

@@ -272,6 +272,8 @@ def wrong_on_one_rank(rank: int, url: str) -> list[str]:
     """All that one rank alone can get wrong; what each is answered with. What is right in between is saved."""
     checkpointer = ftrain.Checkpointer(url, on_error="raise")
     state: dict[str, Any] = {"w": torch.ones(3), "own": ftrain.per_rank(torch.ones(2))}
+    with pytest.raises(StateError) as at_load:
+        checkpointer.load(state | ({"bad": object()} if rank else {}))
     checkpointer.load(state)
     answers = []
 
@@ -290,7 +292,7 @@ def wrong_on_one_rank(rank: int, url: str) -> list[str]:
     checkpointer.save(3, state)
     assert checkpointer.wait() == 3
     checkpointer.close()
-    return answers
+    return [*answers, str(at_load.value)]
 
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
@@ -305,6 +307,8 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert first[2] == second[2] == "ValueError: the ranks save steps 2 to 3: all save after the same step"
     assert first[3].startswith("SaveError: rank 1: step 1 comes after step 1")
     assert second[3].startswith("ValueError: step 1 comes after step 1")
+    assert first[4] == second[4]
+    assert first[4].startswith(f"this state could not be saved (rank 1: {whole}")
     checkpoint = RunStore(LocalStore(str(tmp_path))).open(3)
     assert [checkpoint.array(f"own/rank-0000{rank}").shape for rank in range(2)] == [(2,), (3,)]
 
