@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROGRESS = ("sequences", "tokens", "begun", "skipped")
 """Of a run's progress, what says how it goes on: data read and learnt from, phases begun, data passed over."""
 PLAIN = ("plain", "float", "int", "bytes", "dtype")
-MANY = 16
+MANY, LONGEST = 16, 120
 SHOWN = 4
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 60, 120
@@ -70,9 +70,10 @@ def short(node: Node) -> str:
     if kind_of(node) == "rank":
         return f"each rank's own, of {len(node['values'])}"
     try:
-        return _SHORT.repr(value_of(node, _Named))
+        text = _SHORT.repr(value_of(node, _Named))
     except StateError:  # of a later version
         return f"a {kind_of(node):.40}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def as_json(node: Node) -> Any:

@@ -135,8 +135,8 @@ class _Flattener:
         part: Part | None = self.known.part(path)
         told = part is not None and identical(part.key, key)
         if part is None or not told:
-            how = {"own": self.own, "varies": self.varies, "alike": self.alike}
-            inner = _Flattener(self.rank, self.models, self.known, self.asks, **how)
+            inner = _Flattener(self.rank, self.models, self.known, self.asks)
+            inner.own, inner.varies, inner.alike = self.own, self.varies, self.alike
             node = msgspec.Raw(msgspec.json.encode(walk(inner)))
             names, addresses = frozenset(inner.names), frozenset(inner.addresses)
             part = Part(key, node, inner.leaves, inner.sources, names, addresses, inner.memory, inner.tied)

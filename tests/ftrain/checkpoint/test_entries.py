@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ftrain
-from ftrain.checkpoint.entries import PROGRESS, _differing, as_json, diff_entries, entries_of, short
+from ftrain.checkpoint.entries import LONGEST, PROGRESS, _differing, as_json, diff_entries, entries_of, short
 from ftrain.checkpoint.record import Node
 from ftrain.checkpoint.state import flatten
 from storage.checkpoint import Checkpoint
@@ -114,6 +114,7 @@ def test_what_is_shown_is_all_that_is_no_array(tmp_path: Path) -> None:
     assert shown["long"].startswith("{'0': 0,"), "one entry, cut"
     assert as_json(found["bounds"]) == [0.5, {"float": "nan"}]
     assert not [path for path in found if path.startswith("model")], "arrays have a table of their own"
+    assert len(short(node({str(each): {str(each): "-" * 99} for each in range(9)}))) == LONGEST
 
 
 class Progress:
