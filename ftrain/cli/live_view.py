@@ -37,7 +37,7 @@ class LiveView:
         """`folder` is the run's local folder; only what happens from now on is shown."""
         self._folder = folder
         self._tail = LedgerTail(folder / "ledger")
-        self._state = RunState()
+        self._state, self._briefly = RunState(), Briefly()
         self._speed, self._phasing = Speed(), Phasing()
         self._config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
         self._steps = self._config.run.steps
@@ -65,7 +65,7 @@ class LiveView:
             self._phasing.see(self._config, event)
             if isinstance(event, events.CheckpointCommitted):
                 self._checkpoint = f"step {event.step} ({format_bytes(event.nbytes)} in {format_duration(event.seconds)})"
-            line = self._step_line(event) or sentence(event)
+            line = self._step_line(event) or self._briefly.sentence(event)
             if isinstance(event, events.ConfigChanged):
                 line += curve_note(event, self._config)
             if line:
@@ -159,6 +159,26 @@ def sentence(event: Event) -> str:
         case events.ConfigChanged():
             return "config changed: " + "; ".join(f"{c['path']}: {c['old']!r} -> {c['new']!r}" for c in event.changes)
     return _trouble(event)
+
+
+class Briefly:
+    """Sentences without what one before them has said in full: the cause is told with the interruption, the decision once."""
+
+    def __init__(self) -> None:
+        self._cause = self._decision = ""
+
+    def sentence(self, event: Event) -> str:
+        """What an event means to a person who has read the ones before, or nothing."""
+        line = sentence(event)
+        match event:
+            case events.InterruptionClassified():
+                self._cause = event.verdict.reason
+            case events.Decided():
+                self._decision = event.reason
+                return line.replace(f": {self._cause}", "", 1) if self._cause else line
+            case events.RunEnded() if self._decision:
+                return line.replace(self._decision, "as decided", 1)
+        return line
 
 
 def _trouble(event: Event) -> str:

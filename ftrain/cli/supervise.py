@@ -20,6 +20,7 @@ from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
     from ftrain.compose.command_launch import CommandLaunch
+    from recovery.events import Event
 
 AT_ONCE = 1 << 20
 
@@ -91,12 +92,15 @@ def supervise(**given: Any) -> None:
       ftrain supervise --nproc 4 --run runs/mine -- python train.py
       ftrain supervise --nnodes 2 --nproc 8 --run /shared/runs/mine -- python train.py
     """
-    from ftrain.compose.supervise import prepare
+    from ftrain.compose.supervise import made_by_another, prepare
 
     command = ["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]] if "supervise" in sys.argv else []
     launch = launch_of(given, shlex.join(command))
     with told():
+        other = made_by_another(launch)
         folder = prepare(launch)
+    if other:
+        render.note(f"ftrain: {other}")
     sys.exit(run_supervised(folder, launch))
 
 
@@ -131,7 +135,7 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
     from ftrain.compose.supervise import coordinator_argv, nodes_of_job
     from recovery.launch import supervise as keep_alive
 
-    view, nodes = Echo(folder, several_nodes=launch.nnodes > 0), nodes_of_job(folder, launch)
+    view, nodes = Echo(folder, launch), nodes_of_job(folder, launch)
 
     def tick() -> None:
         view.tick()
@@ -154,17 +158,18 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
 class Echo:
     """What rank 0 writes on stdout, what the supervisor does on stderr."""
 
-    def __init__(self, folder: Path, *, several_nodes: bool) -> None:
+    def __init__(self, folder: Path, launch: CommandLaunch) -> None:
+        from ftrain.cli.live_view import Briefly
         from ftrain.compose.ledgers import LedgerTail
 
-        self._folder, self._several_nodes = folder, several_nodes
+        self._briefly = Briefly()
+        self._folder, self._several_nodes, self._stop_s = folder, launch.nnodes > 0, launch.stop_s
         self._ledger = LedgerTail(folder / "ledger")
         self._position, self._stopping = 0, False
         self._log: Path | None = None
 
     def tick(self) -> None:
         """Show what is new."""
-        from ftrain.cli.live_view import sentence
         from ftrain.compose.nodes import node_dir
         from ftrain.view.script import after_stop, attempt_line
         from recovery import events, paths
@@ -177,10 +182,22 @@ class Echo:
                 line = attempt_line(event)
             else:
                 self._stopping = self._stopping or isinstance(event, events.StopRequested)
-                line = (self._stopping and after_stop(event)) or sentence(event)
+                self._say_killed(event)
+                line = (self._stopping and after_stop(event)) or self._briefly.sentence(event)
             if line and not isinstance(event, events.Ready):
                 render.note(f"ftrain: {line}")
         self._copy()
+
+    def _say_killed(self, event: Event) -> None:
+        """Before "run stopped", whose exit code promises a saved state, that some did not leave to save any."""
+        from ftrain.compose.ledgers import LedgerTail
+        from ftrain.view.script import killed_after_stop
+        from recovery.events import RunEnded
+
+        if isinstance(event, RunEnded) and self._stopping:
+            said = killed_after_stop(LedgerTail(self._folder / "ledger", from_start=True).new(), self._stop_s)
+            if said:
+                render.note(f"ftrain: {said}")
 
     def _copy(self) -> None:
         """As it was written. Where nobody reads any more there is nothing to show, and the run goes on."""

@@ -8,7 +8,7 @@ from whatever it saved itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ from recovery.places import Place
 from recovery.state import RunState
 
 OUTPUT = "output"
+AS_STARTED = (
+    "a script runs with the processes it was started with, for how it cuts its work is its own affair: `ftrain stop` it, and "
+    "start it again by `ftrain supervise` with another --nproc or --nnodes"
+)
 
 
 class CommandDelegate(Delegate):
@@ -145,7 +149,7 @@ class CommandDelegate(Delegate):
     def choose_layout(self, places: Sequence[Place], why: str) -> Sequence[Event]:
         """Other nodes, or fewer, or more again. A script that runs is moved only if it can be asked to save and leave."""
         if not self._launch.nnodes:
-            return super().choose_layout(places, why)
+            raise ValueError(AS_STARTED)
         moves = self._running and self._nodes.moves(places)
         if moves and not self._speaks:
             raise ValueError(
@@ -155,6 +159,10 @@ class CommandDelegate(Delegate):
         if moves:
             self._leave.ask()
         return chosen
+
+    def resize(self, args: Mapping[str, Any], places: Sequence[Place]) -> Sequence[Event]:
+        """How a script is cut is known to it alone."""
+        raise ValueError(AS_STARTED)
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """An earlier coordinator's processes run on: their logs are read again from the start; steps told twice are known."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -61,6 +62,22 @@ def prepare(launch: CommandLaunch) -> Path:
     (folder / REQUEUE).unlink(missing_ok=True)
     replace_file(folder / SUPERVISED, msgspec.json.format(msgspec.json.encode(launch)))
     return folder
+
+
+def made_by_another(launch: CommandLaunch) -> str:
+    """That the run's folder has a run of another command, with whose state this one may go on; empty if it has not."""
+    folder = local_dir_of(launch.url)
+    if not is_local(launch.url) or not (folder / "ledger").is_dir():
+        return ""
+    try:
+        before = msgspec.json.decode((folder / SUPERVISED).read_bytes(), type=CommandLaunch)
+    except (OSError, msgspec.DecodeError):  # of another version, or none
+        return ""
+    if (before.argv, before.cwd) == (launch.argv, launch.cwd):
+        return ""
+    moved = before.cwd != launch.cwd
+    was, now = (shlex.join(one.argv) + (f" (in {one.cwd})" if moved else "") for one in (before, launch))
+    return f"{launch.url} was made by another command: {was}; now {now} goes on in it. --run gives it a folder of its own"
 
 
 def check(launch: CommandLaunch) -> None:

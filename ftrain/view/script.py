@@ -7,6 +7,7 @@ be wrong where "not known" is right.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from msgspec import Struct
@@ -14,7 +15,7 @@ from msgspec import Struct
 from ftrain.units import plural
 from ftrain.view.record import Recorded
 from recovery.durations import format_duration
-from recovery.events import AttemptStarted, Event, ProcessDied, StopRequested
+from recovery.events import AttemptStarted, CheckpointCommitted, Event, ProcessDied, RunStarted, StopRequested
 from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
 from recovery.report_text import table
@@ -79,6 +80,31 @@ def after_stop(event: Event) -> str:
         case ProcessDied(kind="worker", ours=False):
             return f"rank {event.rank} (pid {event.pid}) has left after that: {exit_text(event.status)}"
     return ""
+
+
+def killed_after_stop(events: Iterable[Event], stop_s: float) -> str:
+    """That processes did not leave when they were asked to, and what is known to be saved; empty if all left. `events`: the
+    whole ledger, oldest first; `stop_s`: the time that they had."""
+    killed, stored, hurry, stopping = 0, 0, False, False
+    for event in events:
+        match event:
+            case RunStarted(readopted=False):
+                killed, hurry, stopping = 0, False, False
+            case StopRequested():
+                hurry, stopping = stopping, True
+            case ProcessDied(kind="worker", ours=True, status=-9) if stopping:  # -SIGKILL
+                killed += 1
+            case CheckpointCommitted():
+                stored = event.step
+    if not killed:
+        return ""
+    when = "when the stop was asked for again" if hurry else f"{format_duration(stop_s)} after the stop"
+    known = (
+        f"the newest state known is the checkpoint of step {stored}"
+        if stored
+        else "the script told no checkpoint, so what is saved is not known"
+    )
+    return f"{plural(killed, 'process')} had to be killed (SIGKILL), still running {when}; {known}"
 
 
 def lines(found: Script, run: Recorded) -> list[str]:

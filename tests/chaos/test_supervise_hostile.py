@@ -148,6 +148,8 @@ def test_a_script_that_is_deaf_to_signals_is_ended_when_its_time_is_over(tmp_pat
         run.process.send_signal(signal.SIGTERM)
         code, _, err = run.wait()
     assert code == 75, err
+    said = "1 process had to be killed (SIGKILL), still running 4.0 s after the stop; the script told no checkpoint"
+    assert err.index(said) < err.index("run stopped")
     assert not psutil.pid_exists(pid)
     assert [event.outcome for event in run.events(RunEnded)] == ["stopped"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrain.cli.live_view import LiveView
+from ftrain.cli.live_view import Briefly, LiveView
 from ftrain.config import Config
-from recovery.events import ConfigChanged, ProcessDied
+from recovery.events import ConfigChanged, Decided, InterruptionClassified, ProcessDied, RunEnded, Verdict
 from tests.ledgers import T0, Story, config
 
 
@@ -58,3 +58,25 @@ def test_how_a_process_died_is_said_in_words(
     story.events.append(ProcessDied(t=T0, kind="coordinator", node="localhost", pid=7, status=status))
     live(story, now, tmp_path)
     assert f"coordinator (pid 7) {said}\n" in capsys.readouterr().err
+
+
+def test_a_cause_is_told_once_in_full_and_then_referred_to() -> None:
+    cause = "nothing says what happened; rank 1 ended with exit code 7"
+    decided = f"unknown: {cause}; crash loop: 2 restarts brought no new step (limit 2)"
+    verdict = Verdict(class_="unknown", component="unknown", reason=cause)
+    briefly = Briefly()
+    told = [
+        briefly.sentence(event)
+        for event in (
+            InterruptionClassified(t=1.0, attempt=0, verdict_id="v", verdict=verdict),
+            Decided(t=1.0, attempt=0, action="stop_for_human", reason=decided, verdict_id="v"),
+            RunEnded(t=2.0, outcome="given_up", step=3, reason=decided),
+        )
+    ]
+    assert told == [
+        f"interruption: unknown: {cause}",
+        "decision: stop_for_human: unknown; crash loop: 2 restarts brought no new step (limit 2)",
+        "run given_up at step 3: as decided",
+    ]
+    alone = RunEnded(t=2.0, outcome="stopped", step=3, reason="stopped on request: SIGINT")
+    assert Briefly().sentence(alone) == "run stopped at step 3: stopped on request: SIGINT"

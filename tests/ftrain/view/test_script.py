@@ -8,8 +8,8 @@ import msgspec
 
 from ftrain.view.html import page
 from ftrain.view.record import recorded
-from ftrain.view.script import Script, after_stop, lines, script
-from recovery.events import AttemptEnded, Event, ProcessDied, StopRequested
+from ftrain.view.script import Script, after_stop, killed_after_stop, lines, script
+from recovery.events import AttemptEnded, CheckpointCommitted, Event, ProcessDied, RunStarted, StopRequested
 from tests.ledgers import Story, config
 
 
@@ -78,3 +78,21 @@ def test_an_attempt_that_a_person_ended_says_so_and_one_that_died_before_does_no
     assert "sav" not in said[0]
     assert "died" not in said[1]
     assert said[2] == ""
+
+
+def test_processes_that_had_to_be_killed_are_counted_and_what_is_saved_is_said() -> None:
+    def ended(attempt: int, status: int, *, ours: bool) -> ProcessDied:
+        return ProcessDied(t=9.0, attempt=attempt, kind="worker", pid=7, status=status, rank=0, ours=ours)
+
+    before = [RunStarted(t=1.0, run_id="x"), ended(0, -9, ours=True)]  # of a restart, before anybody asked
+    asked = [*before, StopRequested(t=5.0, by="ftrain stop")]
+    assert killed_after_stop([*asked, ended(1, 0, ours=False), ended(1, -15, ours=True)], 60.0) == ""
+    deaf = [*asked, ended(1, -9, ours=True), ended(1, -9, ours=True)]
+    said = killed_after_stop(deaf, 60.0)
+    assert said.startswith("2 processes had to be killed (SIGKILL), still running 1m 00s after the stop; ")
+    assert said.endswith("the script told no checkpoint, so what is saved is not known")
+    stored = CheckpointCommitted(t=4.0, attempt=0, step=40, nbytes=1)
+    assert killed_after_stop([stored, *deaf], 60.0).endswith("the newest state known is the checkpoint of step 40")
+    again = [*asked, StopRequested(t=6.0, by="SIGINT"), ended(1, -9, ours=True)]
+    assert "still running when the stop was asked for again" in killed_after_stop(again, 60.0)
+    assert killed_after_stop([*deaf, RunStarted(t=20.0, run_id="x")], 60.0) == ""
