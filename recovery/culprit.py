@@ -28,7 +28,7 @@ _MEMBER = re.compile(
 )
 _KILLED = (-9, 137)
 _EVICTED = re.compile(r"\b[Ee]victed\b")
-_STRAGGLER = re.compile(r"(?i)straggl\w*\b.{0,60}\brank ?[:=#]? ?(\d+)\b")
+_STRAGGLER = re.compile(r"(?i)(?:straggl\w*|slowest)\b.{0,60}\brank ?[:=#]? ?(\d+)\b")
 
 
 def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Sequence[Line], *, how: How) -> int | None:
@@ -42,7 +42,8 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
     if how == "vanished" and (named := _named_by_kernel(case, reader, [deciding, *related])) is not None:
         return named
     if how in {"outside", "vanished"}:
-        return taken_away(case, [deciding, *related])
+        away = taken_away(case, [deciding, *related])
+        return _straggler(reader) if away is None and how == "vanished" else away
     known = ranks_of(case)
     for candidate in _candidates(case, reader, deciding, related, how):
         if candidate is not None and (not known or candidate in known):
