@@ -88,21 +88,28 @@ def resolve(data: Mapping[str, Any], *, origin: str = "config", problems: Sequen
 
     found = [*problems, *check(data, Config), *phases.table_problems(data)]
     if found:
-        raise ConfigProblems([*found, *certain_combinations(data), *layouts.misspelt(data)], origin)
+        named = [*_hardware(_named_hardware(data)), *layouts.misspelt(data)]
+        raise ConfigProblems([*found, *certain_combinations(data), *named], origin)
     config = msgspec.convert(data, Config)
     impossible = [*combinations(config), *phases.problems(config)] or list(course.problems(config))
-    impossible += _hardware(config)
+    impossible += _hardware(config.machine.hardware)
     impossible += layouts.misspelt(data) if impossible else layouts.problems(config)  # one mistake is told once, not of each
     if impossible:
         raise ConfigProblems(impossible, origin)
     return config
 
 
-def _hardware(config: Config) -> Iterator[Problem]:
+def _named_hardware(data: Mapping[str, Any]) -> str:
+    """What plain data name as hardware, if their other mistakes let it be seen."""
+    machine = data.get("machine")
+    name = machine.get("hardware") if isinstance(machine, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _hardware(name: str) -> Iterator[Problem]:
     """A profile that is not there, or is none. Here and not among the combinations, because it reads a file."""
     from ftrain.plan import profile  # which is about configs
 
-    name = config.machine.hardware
     try:
         if name:
             profile.load(name)

@@ -19,8 +19,12 @@ _HEAD = """# Config reference
 Generated from the schema by `python -m ftrain.reference`; edit `ftrain/config.py` instead.
 
 A config is a TOML file. Precedence: the defaults below, then the file, then `--set a.b=v` (the value in TOML syntax; a bare
-word is text; items of a list by their number: `--set data.sources.0.weight=2`). Unknown keys are errors, and all errors are
-reported at once. `ftrain run CONFIG --dry-run` prints the resolved config.
+word is text; items of a list by their number: `--set data.sources.0.weight=2`). Unknown keys are errors.
+`ftrain run CONFIG --dry-run` prints the resolved config.
+
+Errors are told together: unknown keys, wrong types and values, a `machine.hardware` that is no profile, and values that cannot
+go together (if none of them is wrong by itself). Two kinds come only when these are mended: what follows for `[[phases]]` and
+`certify.layouts`, each of which is a whole config, and what a start looks for on the machine: the data, GPUs, room on disks.
 
 "On resume" says what happens when an existing run is resumed with another value: **free** takes effect; **recorded** takes
 effect and stands in the ledger; **accept** changes what is trained and needs `--accept-change`; **refused** needs a new run.

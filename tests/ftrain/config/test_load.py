@@ -103,6 +103,14 @@ def test_retention_is_a_tagged_list() -> None:
     assert config.checkpoint.retention == (KeepLast(n=2), KeepEvery(steps=5), KeepBest(n=1))
 
 
+def test_hardware_that_is_none_is_told_with_a_wrong_value() -> None:
+    for extra in ("run.steps=abc", "batch.micro_batch=0", "machine.threadz=1"):
+        found = problems(MINIMAL, extra, "machine.hardware=h1000")
+        assert set(found) == {extra.partition("=")[0], "machine.hardware"}
+    assert set(problems(MINIMAL, "run.steps=abc", "machine=3")) == {"run.steps", "machine"}
+    assert set(problems(MINIMAL, "machine.hardware=3")) == {"machine.hardware"}
+
+
 def test_all_problems_come_at_once() -> None:
     text = """
     [run]
