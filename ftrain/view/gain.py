@@ -75,7 +75,7 @@ def verdict(pairs: Sequence[Pair], timed: Sequence[Change], *, trusted: bool) ->
     if other:
         text = "no speed is credited to either: they do not train the same thing"
         return Suggestion(about="speed", text=text, evidence=(f"changed: {', '.join(other)}", *evidence))
-    if first.a.ranks != first.b.ranks:
+    if first.a.ranks != first.b.ranks and first.a.tokens_per_update:
         text = (
             f"scaling from {first.a.ranks} to {plural(first.b.ranks, 'rank')} keeps {100 + 100 * first.gain:.0f} % of a rank's"
         )
@@ -134,16 +134,15 @@ def _more(pair: Pair, faster: str) -> str:
 
 
 def _within_noise(pair: Pair) -> bool:
-    """Intervals that meet, or a difference no larger than what one of the runs drifts by itself."""
+    """Intervals that meet, or a difference no larger than what one of the runs drifts by itself: of the time of equal material
+    on all ranks together."""
     a, b = pair.a, pair.b
-    same_update = a.tokens_per_update == b.tokens_per_update
-    apart = bool(a.step and b.step and a.step.differs_from(b.step))
-    return same_update and not (apart and _difference(pair) > max(a.drift, b.drift))
-
-
-def _difference(pair: Pair) -> float:
-    """The faster over the slower, minus 1."""
-    return max(_over(pair, "A"), _over(pair, "B"))
+    assert a.step is not None
+    assert b.step is not None
+    share = (a.tokens_per_update or 1) / (b.tokens_per_update or 1)  # of B's update, which is as much as one of A's
+    apart = a.step.high < share * b.step.low or share * b.step.high < a.step.low
+    ratio = share * b.step.value / a.step.value
+    return not (apart and max(ratio, 1 / ratio) - 1 > max(a.drift, b.drift))
 
 
 def _notes(pair: Pair) -> Iterator[str]:

@@ -260,6 +260,13 @@ def test_scaling_is_judged_by_the_speed_of_a_rank() -> None:
     assert rates == pytest.approx((256.0, 204.8))
 
 
+def test_perfect_scaling_is_no_noise_and_the_same_speed_of_larger_updates_is_no_gain() -> None:
+    twice = Story(config("parallel.ranks=8")).start().steps(40, seconds=0.5)
+    assert "from 4 to 8 ranks keeps 100 %" in about(laid(plain(seconds=1.0).events, twice.events), "scaling").text
+    larger = Story(config("batch.global_batch=32")).start().steps(40, seconds=2.0, tokens=2048)
+    assert about(laid(plain(seconds=1.0).events, larger.events), "speed").text.startswith("neither is faster")
+
+
 def test_an_empty_run_is_compared_too() -> None:
     empty = Story(config()).start().end()
     found = laid(empty.events, plain().events)

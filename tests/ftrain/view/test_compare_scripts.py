@@ -74,3 +74,13 @@ def test_a_script_that_tells_no_step_is_asked_to_tell_them() -> None:
     assert [item.text for item in found.suggestions] == ["no step of B is told: `ftrain.progress(step)` in the script tells it"]
     assert [rows(found)[key] for key in ("steps", "steps_lost")] == [(30, None), (0, None)]
     assert rows(found)["effective_time"][1] is None
+
+
+def test_of_scripts_with_other_numbers_of_processes_no_rank_is_said_to_be_slower() -> None:
+    """What a step of either holds is not told, so its time says nothing of a rank's share."""
+    two = script()
+    two.ranks = 2
+    found = compare(
+        told(script().start().steps(30, tokens=0), "runs/a"), told(two.start().steps(30, seconds=0.5, tokens=0), "runs/b")
+    )
+    assert [item.text for item in found.suggestions] == ["not yet a gain: B had 100.0 % more steps/s"]
