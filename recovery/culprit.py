@@ -13,7 +13,18 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from recovery.evidence import Evidence
-from recovery.naming import FAULT, TEARDOWN, by_pid, device, failed_alone, odd_one_out, ranks_of, root_cause, speaker
+from recovery.naming import (
+    FAULT,
+    TEARDOWN,
+    by_pid,
+    device,
+    failed_alone,
+    odd_one_out,
+    ranks_of,
+    root_cause,
+    speaker,
+    task_of_host,
+)
 from recovery.reading import Line, Reader
 from recovery.waiting import absent_or_behind, in_another_collective
 
@@ -61,6 +72,8 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
         yield _crashed_instead_of(speaker(deciding), case)
         yield speaker(deciding)
     yield by_pid(deciding, reader)
+    if deciding.where == "kernel":
+        yield task_of_host(deciding, reader)
     if how == "killed" or (deciding.where == "scheduler" and _EVICTED.search(deciding.text)):
         yield _only(case, _KILLED)
     yield from (speaker(line) for line in related if line.where == "log")

@@ -37,6 +37,7 @@ _ELASTIC = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+) \(pid: (\d+
 _ROOT = re.compile(r"Root Cause \(first observed failure\)")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")
 _CHILD = re.compile(r"^\[rank: (\d+)\] Child process with PID \d+ terminated with code")
+_TASK = re.compile(r"srun: error: (\S+): task (\d+): (?!Terminated)")
 _SUMMED_UP = re.compile(r"^\s*exitcode\s*: -?\d+ \(pid: (\d+)\)")
 _PID = re.compile(
     r"\bpid[=: ]+'?(\d+)|process (\d+) \(|Sending SIGBUS to [^:]+:(\d+)|"
@@ -138,6 +139,15 @@ def by_pid(deciding: Line, reader: Reader) -> int | None:
         if deciding is not line and f"PID {pid}" in line.text and (rank := speaker(line)) is not None:
             return rank
     return None
+
+
+def task_of_host(deciding: Line, reader: Reader) -> int | None:
+    """The one task that Slurm saw end on the host which the line names."""
+    tasks = set[int]()
+    for line in reader.lines["log"]:
+        if (match := _TASK.search(line.text)) and re.search(rf"(?<![\w.-]){re.escape(match[1])}(?![\w-])", deciding.text):
+            tasks.add(int(match[2]))
+    return tasks.pop() if len(tasks) == 1 else None
 
 
 def number(match: re.Match[str]) -> int:

@@ -34,7 +34,7 @@ _NCCL_INIT = re.compile(
 _GLOG = re.compile(r"^\[rank(\d+)\]:\[[EWIF]\d")
 _SENTENCE_END = re.compile(r"[.!?;] | - |, ")
 _KERNEL_TIME = re.compile(r"^\[(\w{3} \w{3} +\d+ \d\d:\d\d:\d\d \d{4})\]")
-_TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)")
+_TIME = re.compile(r"(20\d\d)-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 
 
 @dataclass(slots=True)
@@ -127,7 +127,8 @@ def _split(index: int, raw: str, reading: Reading) -> Line:
 
 def _seconds(match: re.Match[str]) -> float | None:
     try:
-        return datetime(*map(int, match.groups())).timestamp()  # type: ignore[arg-type]  # six numbers
+        *whole, part = match.groups(default="0")
+        return datetime(*map(int, whole)).timestamp() + float(f"0.{part}")  # type: ignore[arg-type]  # six numbers
     except ValueError:
         return None
 
