@@ -199,7 +199,7 @@ MACHINES = {
         Row(fault="clock an hour back", **NONE, extra=SLOWLY),
         Row(fault="clock of one node an hour ahead", **NONE, extra=SLOWLY),
         Row(fault="node killed", **NODE_LOST),
-        Row(fault="veth down", **NODE_LOST, rank=None, options=("--set", "recovery.lease_s=6")),
+        Row(fault="veth down", **NODE_LOST, options=("--set", "recovery.lease_s=6")),
     )
 }
 MUST_HOLD: dict[str, Sequence[str]] = {
