@@ -3,7 +3,8 @@
 A checkpoint goes in two moves. First its commit: from then on nobody starts to read it. Then, after a grace period, its packs,
 so that whoever had opened it before can finish; that is why readers need no lease. When the period began is written down
 before the commit goes (`deleted-eNNNN.json`, renewed at each try), so a crash in between cannot shorten it, and the record is
-the last thing to go.
+the last thing to go. Where there is no room for that record, the commit stays, unless there is no grace to count: then all
+of it goes at once.
 
 What failed saves and dead attempts left behind is swept after the same period, by the store's own clock. Never touched are: the
 newest checkpoint that opens, anything in a step with a damaged commit (somebody may still save it), whatever the caller says is
@@ -20,7 +21,7 @@ from msgspec import Struct
 
 from storage.catalog import Catalog, StepFolder, read_catalog, read_checked
 from storage.commit import CommitRecord, read_manifest
-from storage.errors import Damaged, FormatError, ObjectMissing
+from storage.errors import Damaged, FormatError, NoSpace, ObjectMissing
 from storage.keys import ObjectName, commit_name, step_folder, tombstone_name
 from storage.objects import ObjectInfo, ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record, encode_record
@@ -70,20 +71,24 @@ def collect(
     wait for a commit, besides the newest one that storage knows of.
     """
     catalog, report = read_catalog(store), CollectReport()
-    kept = _kept(store, catalog, policies, now_s, report)
+    kept, unwritten = _kept(store, catalog, policies, now_s, report), list[Tombstone]()
     report.kept = sorted(kept)
     if kept:
         for folder, winner in catalog.newest_first():
             untainted = [c for c in folder.commits if c.epoch not in folder.taints and folder.step not in kept]
             doomed = untainted + (folder.tainted if tainted else [])
             if doomed and not folder.broken:
-                _delete_commits(store, doomed, now_s)
+                try:
+                    unwritten += _delete_commits(store, doomed, now_s, tight=grace_s <= 0)
+                except NoSpace as problem:  # what is deleted already is swept all the same: that is what makes room
+                    report.skipped.append(f"step {folder.step}: {problem}")
+                    continue
                 report.deleted_commits += [folder.step] if winner in doomed or len(doomed) > len(untainted) else []
     catalog = read_catalog(store)
     report.tainted = [folder.step for folder in catalog.folders if folder.tainted]
     sweep = _Sweep(store, catalog, report, now_s=now_s, grace_s=grace_s, spared=live | writers)
     for folder in sweep.catalog.folders:
-        sweep.folder(folder)
+        sweep.folder(folder, [stone for stone in unwritten if stone.step == folder.step])
     return report
 
 
@@ -113,11 +118,25 @@ def _opens(store: ObjectStore, folder: StepFolder, record: CommitRecord, report:
     return True
 
 
-def _delete_commits(store: ObjectStore, records: Sequence[CommitRecord], now_s: float) -> None:
+def _delete_commits(store: ObjectStore, records: Sequence[CommitRecord], now_s: float, *, tight: bool) -> list[Tombstone]:
+    """Each after its tombstone is written. NoSpace if there is no room for that; if `tight`, those that were not written are
+    returned instead.
+    """
+    unwritten = []
     for record in records:
         stone = Tombstone(step=record.step, epoch=record.epoch, attempt=record.attempt, deleted_s=now_s)
-        store.put(step_folder(record.step) + tombstone_name(record.epoch), encode_record(stone))
+        try:
+            store.put(_stone_key(stone), encode_record(stone))
+        except NoSpace:
+            if not tight:
+                raise
+            unwritten.append(stone)
         store.delete(step_folder(record.step) + commit_name(record.epoch))
+    return unwritten
+
+
+def _stone_key(stone: Tombstone) -> str:
+    return step_folder(stone.step) + tombstone_name(stone.epoch)
 
 
 class _Sweep:
@@ -140,12 +159,12 @@ class _Sweep:
         attempts = [n.attempt for f in catalog.folders for n, _ in f.objects if n.epoch == epoch]
         self.at_work = (epoch, max(attempts, default=-1))
 
-    def folder(self, folder: StepFolder) -> None:
-        """Sweep one step's folder."""
+    def folder(self, folder: StepFolder, unwritten: Sequence[Tombstone]) -> None:
+        """Sweep one step's folder; `unwritten` tombstones count as well."""
         if folder.broken:
             self.report.skipped.append(f"step {folder.step}: {'; '.join(folder.broken)}")
             return
-        stones = dict(self._tombstones(folder))
+        stones = {**dict(self._tombstones(folder)), **{_stone_key(stone): stone for stone in unwritten}}
         doomed = [(n, i) for n, i in folder.objects if self._doomed(n, i, folder, stones)]
         if doomed:
             try:

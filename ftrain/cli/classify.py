@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ HEAD_BYTES = 64 * 1024  # to tell a log from JSON: blank lines may come first
 # `[` also begins the lines of many a log (`[rank0]: ...`, `[2026-01-31 ...`): only an array of cases begins like this.
 _JSON = re.compile(rb"\s*(\{|\[\s*([{\]]|$))")
 # Many a program logs JSON lines, and Python prints dicts: a case is what has a case's fields.
-_FIELD = re.compile(rb'"exit"\s*:|"(log|kernel|scheduler)"\s*:\s*\[|^\s*\[\s*\]?\s*$')
+_FIELD = re.compile(rb'"exit"\s*:\s*\{|"(log|kernel|scheduler)"\s*:\s*\[|^\s*\[\s*\]?\s*$')
 
 
 @click.command()
@@ -62,16 +63,18 @@ def classify(files: tuple[Path, ...], as_json: bool, with_reasons: bool, signatu
                 _show(case, table, as_json=as_json, with_reasons=with_reasons)
     except (TableError, msgspec.DecodeError) as error:
         render.fail(str(error), ExitCode.USAGE)
+    except RecursionError:
+        render.fail("JSON that is nested so deeply holds no case", ExitCode.USAGE)
 
 
 def read_cases(file: Path) -> Iterator[Evidence]:
     """The cases of a file: one JSON object, a JSON array, or one object a line; a plain log is one case. Nothing in nothing."""
-    with nullcontext(io.BytesIO(sys.stdin.buffer.read())) if str(file) == "-" else file.open("rb") as stream:
+    with _stdin() if str(file) == "-" else file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
         if not head.strip():
             render.note(f"{file}: nothing stands in it")
             return
-        if not (_JSON.match(head) and (_FIELD.search(head) or _error_report(head))):
+        if not _holds_cases(head):
             yield _log(file, stream)
             return
         stream.seek(0)
@@ -90,11 +93,32 @@ def read_cases(file: Path) -> Iterator[Evidence]:
                 yield _case(file, number, line)
 
 
+def _stdin() -> IO[bytes]:
+    """What is piped in, in a file: of a log that has no end in sight only the end is read into memory."""
+    spooled = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
+    shutil.copyfileobj(sys.stdin.buffer, spooled)
+    spooled.seek(0)
+    return spooled
+
+
+def _holds_cases(head: bytes) -> bool:
+    """Whether a file that begins like this is no log. A single object with an exit is a case, if with a slip in it."""
+    if not _JSON.match(head):
+        return False
+    if _FIELD.search(head) or _error_report(head):
+        return True
+    try:
+        found = msgspec.json.decode(head)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return isinstance(found, dict) and "exit" in found
+
+
 def _error_report(whole: bytes) -> ErrorReport | None:
     """What a worker wrote down of its end, if this is that."""
     try:
         return msgspec.json.decode(whole, type=ErrorReport)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

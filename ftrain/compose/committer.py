@@ -53,6 +53,13 @@ class Room:
     events: tuple[Event, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Leavings:
+    """Packs of a checkpoint that will never be whole."""
+
+    stored: tuple[PackStored, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """All parts of one step are in storage: commit it."""
@@ -94,7 +101,7 @@ class Committer:
         """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._local, self._digests, self._writers = local, digests, writers
-        self._jobs: queue.SimpleQueue[Job | Group | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Group | Leavings | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._open = 0
@@ -112,6 +119,10 @@ class Committer:
         """Delete at once, for this checkpoint, what is to be deleted after a grace period (ADR 34)."""
         self._open += 1
         self._jobs.put(group)
+
+    def discard(self, stored: Sequence[PackStored]) -> None:
+        """Delete packs that will be part of no checkpoint, some time."""
+        self._jobs.put(Leavings(tuple(stored)))
 
     def results(self) -> list[Outcome]:
         """What has been committed, or could not be, since the last call."""
@@ -140,6 +151,8 @@ class Committer:
             if isinstance(job, Job):
                 self._freed = 0
                 self._results.put(self._commit(job))
+            elif isinstance(job, Leavings):
+                self._sweep(job)
             else:
                 self._rooms.put(self._room(job))
             self._wake()
@@ -162,6 +175,8 @@ class Committer:
                 return self._stale(job, settled)
             made = self._seal(job, manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
+            if isinstance(error, NoSpace):  # no answer is missing: it was not committed, and its packs only take room
+                self._sweep(Leavings(job.parts))
             failure = self._failed(job, f"{type(error).__name__}: {error}")
             return Outcome(epoch=job.epoch, events=(failure,), settled=settled, committed=False)
         self._digests = written
@@ -209,6 +224,13 @@ class Committer:
             seconds=seconds,
             retries=sum(part.retries for part in job.parts),
         )
+
+    def _sweep(self, leavings: Leavings) -> None:
+        try:
+            for part in leavings.stored:
+                self._run.delete_pack(part.step, part.manifest.pack.name)
+        except Exception as error:  # a collection takes them, once no writer of their attempt is at work
+            self.collect_error = f"{type(error).__name__}: {error}"
 
     def _room(self, group: Group) -> Room:
         freed = self._collect(grace_s=0.0)

@@ -114,7 +114,12 @@ class RunDelegate(StoringDelegate):
             self._layouts.resume(self._phasing.of(newest.step))
         grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
         self._committer = Committer(
-            self._run, self._policies, grace_s=grace_s, wake=links.wake, digests=digests, writers=lambda: self._debts.writers
+            self._run,
+            self._policies,
+            grace_s=grace_s,
+            wake=links.wake,
+            digests=digests,
+            writers=self._writers,
         )
         self._told += self._places.begin(self._epoch, before, self._committed, links.wake)
         started = events.RunStarted(

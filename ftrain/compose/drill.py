@@ -118,13 +118,19 @@ def drill(config: Config, folder: Path, orders: Orders, say: Say) -> Outcome:
 
 
 def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config:
-    """The config for a drill: as many steps as there is time for, all checkpoints kept, hangs found soon."""
+    """The config for a drill: as many steps as there is time for, all checkpoints kept, hangs found soon.
+
+    Nothing outside the drill's folder is touched, and nobody called: no mirror and no local tier of the real run, whose history
+    it would take for its own, no folder and no port that a live run of this config meets its nodes at.
+    """
     recovery = replace(
         config.recovery,
         hang_s=min(config.recovery.hang_s, 10.0),
         hang_floor_s=5.0,
         backoff_s=0.1,
         notice="",
+        webhook="",
+        metrics_port=0,
         corruption="report",
         quarantine_s=15.0,
         quarantine_max_s=15.0,
@@ -133,7 +139,9 @@ def variant(config: Config, url: Path, faults: tuple[Fault, ...] = ()) -> Config
     return replace(
         config,
         run=replace(config.run, url=str(url), local_dir="", steps=max(config.run.steps, 1_000_000)),
-        checkpoint=replace(config.checkpoint, retention=()),
+        checkpoint=replace(config.checkpoint, retention=(), mirror_url="", local_url="", local_every_steps=0),
+        machine=replace(config.machine, shared_dir="", port=0),
+        slurm=replace(config.slurm, requeue=False),
         recovery=recovery,
         faults=faults,
     )

@@ -15,6 +15,13 @@ class Rooms:
         self._waiting: dict[Group, PackFailed] = {}
         self._tries: dict[Group, int] = {}
 
+    @property
+    def writers(self) -> frozenset[tuple[int, int]]:
+        """(epoch, attempt) of those that room is made for: what other ranks have stored of them is needed. Safe to read from
+        another thread.
+        """
+        return frozenset((failed.epoch, failed.attempt) for failed in self._waiting.copy().values())
+
     def is_waiting(self, group: Group) -> bool:
         """Whether room is being made for it: what else of it fails meanwhile will be tried again as well."""
         return group in self._waiting

@@ -53,6 +53,7 @@ class StoringDelegate(ElasticDelegate):
         self._last = LastState()
         self._doubts = Doubts()
         self._rooms = Rooms()
+        self._abandoned: set[Group] = set()  # for good, because a rank's pack could not be stored
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
@@ -83,6 +84,8 @@ class StoringDelegate(ElasticDelegate):
             return [] if self._doubts.is_void(*group) else self._places.on_keeper(message)
         self._places.count_retries(message)
         if group in self._settled or self._doubts.is_void(*group):
+            if group in self._abandoned and isinstance(message, PackStored):
+                self._discard(message)
             self._settle(Settled(attempt=message.attempt, step=message.step))
             return []
         if isinstance(message, PackFailed):
@@ -133,12 +136,23 @@ class StoringDelegate(ElasticDelegate):
         return [*room.events]
 
     def _give_up(self, failed: PackFailed) -> list[Event]:
-        self._parts.pop((failed.attempt, failed.step), None)
+        group = (failed.attempt, failed.step)
+        self._abandoned.add(group)
+        self._discard(*self._parts.pop(group, {}).values())
         self._settle(Settled(attempt=failed.attempt, step=failed.step))
         self._after_failure()
         reason = f"rank {failed.rank}: {failed.reason}"
         self._last.failed({failed.step: reason})
         return [events.CheckpointFailed(t=time.time(), attempt=failed.attempt, step=failed.step, reason=reason)]
+
+    def _discard(self, *stored: PackStored) -> None:
+        """Packs of a save that will never be whole take room that the next one may need."""
+        if self._committer is not None and stored:
+            self._committer.discard(stored)
+
+    def _writers(self) -> frozenset[tuple[int, int]]:
+        """(epoch, attempt) of those whose packs a collection must leave alone. Asked from the committer's thread."""
+        return self._debts.writers | self._rooms.writers
 
     def _dropped(self, attempt: int, step: int) -> list[Event]:
         """An attempt goes on from `step`: what storage is owed of later steps will not come, or not as it was."""

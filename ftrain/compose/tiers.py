@@ -26,7 +26,7 @@ from storage.catalog import CheckpointState
 from storage.commit import decode_commit, read_commit
 from storage.copy import copy_checkpoint
 from storage.epoch import Epochs, copy_epoch, read_epochs
-from storage.errors import NoCheckpoint, ObjectMissing, StorageError
+from storage.errors import NoCheckpoint, NoSpace, ObjectMissing, StorageError
 from storage.keys import commit_name, step_folder
 from storage.objects import ObjectStore, open_store
 from storage.record import MAX_RECORD_BYTES
@@ -184,9 +184,7 @@ class Mirror:
             begin = time.time()
             try:
                 stores = stores or [opened() for opened in self._open]
-                nbytes = mirror_checkpoint(RunStore(stores[0]), RunStore(stores[1]), step)
-                if self._policies:
-                    RunStore(stores[1]).collect(self._policies, now_s=time.time(), grace_s=self._grace_s)
+                nbytes = self._copied(RunStore(stores[0]), RunStore(stores[1]), step)
             except Exception as error:  # a thread's error has no other listener
                 text = f"step {step} is not in the mirror: {type(error).__name__}: {error}"
                 self._results.put(StorageNotice(t=time.time(), topic="mirror", text=text, step=step))
@@ -197,6 +195,18 @@ class Mirror:
         for store in stores:
             with suppress(StorageError):
                 store.close()
+
+    def _copied(self, run: RunStore, mirror: RunStore, step: int) -> int:
+        """The bytes of the copy. Without room, once more after room was made of what is deleted anyway (ADR 34)."""
+        try:
+            nbytes = mirror_checkpoint(run, mirror, step)
+        except NoSpace:
+            if not self._policies or not mirror.collect(self._policies, now_s=time.time(), grace_s=0.0).freed_bytes:
+                raise
+            nbytes = mirror_checkpoint(run, mirror, step)
+        if self._policies:
+            mirror.collect(self._policies, now_s=time.time(), grace_s=self._grace_s)
+        return nbytes
 
     def _newest_due(self) -> int | None:
         """Wait for work; what was overtaken meanwhile is let go. None: there will be no more."""

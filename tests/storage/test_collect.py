@@ -3,9 +3,9 @@
 import pytest
 
 from storage.collect import CollectReport
-from storage.errors import Fenced
+from storage.errors import Fenced, NoSpace
 from storage.keys import step_folder, tombstone_name
-from storage.objects import ObjectStore
+from storage.objects import Bytes, ObjectStore
 from storage.retention import KeepBest, KeepLast, RetentionPolicy
 from storage.run import RunStore
 from tests.storage.building import SPECS, random_values, save, write_packs
@@ -53,6 +53,40 @@ def test_the_commit_goes_first_and_the_rest_after_the_grace_period(run: RunStore
     assert report.deleted_objects == 4
     assert names(store, 10) == []
     assert report.freed_bytes > run.open().manifest.nbytes
+    assert run.open().verify().ok
+
+
+class FullStore(ClockStore):
+    """Has no room for another object from now on; deleting one makes none, as if somebody else took it at once."""
+
+    full = False
+
+    def put(self, key: str, data: Bytes) -> None:
+        if self.full:
+            raise NoSpace("no space left on the device", key)
+        super().put(key, data)
+
+
+def test_what_is_deleted_already_is_swept_where_there_is_no_room_for_a_tombstone() -> None:
+    """And what policies keep no more stays a checkpoint until there is, or until no grace is wanted."""
+    store = FullStore()
+    run = RunStore(store, clock=lambda: store.now)
+    epoch = run.take_epoch(owner={})
+    for step in (10, 20):
+        save(run, VALUES, step=step, epoch=epoch)
+    collect(run, LAST)
+    save(run, VALUES, step=30, epoch=epoch)
+    store.full = True
+    store.now += GRACE
+    report = collect(run, LAST)
+    assert (report.deleted_commits, report.deleted_objects) == ([], 4)
+    assert any("step 20: no space left" in why for why in report.skipped)
+    assert states(run) == {20: "valid", 30: "valid"}
+    assert names(store, 10) == [], "its tombstone went with it"
+    report = run.collect(LAST, now_s=store.now, grace_s=0.0)
+    assert (report.deleted_commits, report.deleted_objects) == ([20], 4)
+    assert states(run) == {30: "valid"}
+    assert names(store, 20) == []
     assert run.open().verify().ok
 
 

@@ -73,6 +73,9 @@ def test_reasons_for_people_and_for_scripts(tmp_path: Path) -> None:
         pytest.param("[rank0]: starting\n[rank1]: starting\n", id="a prefix like an array"),
         pytest.param("[2026-01-31 10:00:00] starting\n", id="a time like an array"),
         pytest.param('{"ts": 1.5, "level": "INFO", "rank": 0, "scheduler": "cosine", "msg": "starting"}\n', id="JSON lines"),
+        pytest.param(
+            '{"ts": 1, "msg": "job a", "exit": 0}\n{"ts": 2, "msg": "job b", "exit": 1}\n', id="JSON lines with an exit"
+        ),
         pytest.param("{'loss': 0.97, 'epoch': 1.2}\n", id="what Python prints of a dict"),
         pytest.param("\x1b[32mstarting\x1b[0m \udcff\n", id="colour and no UTF-8"),
     ],
@@ -127,6 +130,14 @@ def test_broken_json_is_no_log(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cases.json"
     file.write_text(text)
     assert CliRunner().invoke(classify, [str(file)]).exit_code == 2
+
+
+def test_json_that_is_nested_too_deeply_is_no_fault_of_ours(tmp_path: Path) -> None:
+    file = tmp_path / "cases.json"
+    file.write_text('{"log": [], "other": ' + "[" * 100_000)
+    result = CliRunner().invoke(classify, [str(file)])
+    assert result.exit_code == 2
+    assert "nested so deeply" in result.output
 
 
 def test_what_is_no_case_is_refused_with_its_line(tmp_path: Path) -> None:

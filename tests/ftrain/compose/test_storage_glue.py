@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -110,11 +111,18 @@ def parts(store: ObjectStore, values: dict, step: int, epoch: int) -> tuple[Pack
 class Committing:
     """A committer, and what it says to one job after the other."""
 
-    def __init__(self, store: ObjectStore, policies: Sequence[RetentionPolicy] = (), *, grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        policies: Sequence[RetentionPolicy] = (),
+        *,
+        grace_s: float = 0.0,
+        writers: Callable[[], frozenset[tuple[int, int]]] = frozenset,
+    ) -> None:
         self.store, self.run = store, RunStore(store)
         self.epoch = self.run.take_epoch(owner={})
         self.done = threading.Semaphore(0)
-        self.committer = Committer(self.run, policies, grace_s=grace_s, wake=self.done.release)
+        self.committer = Committer(self.run, policies, grace_s=grace_s, wake=self.done.release, writers=writers)
 
     def packs(self) -> list[int]:
         """The steps of which there are packs."""
@@ -202,6 +210,39 @@ def test_a_save_without_room_is_tried_again_at_most_twice_and_only_where_room_wa
     assert rooms.wait(failed), "another rank's failure, from before there was room"
     assert rooms.made((0, 3), 0) is None
     assert not rooms.wait(failed)
+
+
+def test_packs_that_were_given_up_are_deleted_unless_another_epoch_owns_the_run() -> None:
+    committing = Committing(ClockStore(), [KeepLast(n=2)], grace_s=3600.0)
+    assert committing.commit(VALUES, 10, changed=False).committed
+    committing.committer.discard(parts(committing.store, VALUES, 20, committing.epoch))
+    assert committing.done.acquire(timeout=30)
+    assert committing.packs() == [10]
+    late = parts(committing.store, VALUES, 30, committing.epoch)
+    RunStore(committing.store).take_epoch(owner={}, starts_from=10)
+    committing.committer.discard(late)
+    assert committing.done.acquire(timeout=30)
+    assert committing.packs() == [10, 30]
+    assert "Fenced" in committing.committer.collect_error
+    committing.committer.close()
+
+
+def test_room_for_a_save_is_not_made_of_what_other_ranks_have_stored_of_it() -> None:
+    """Its attempt may be an older one than the newest, of a coordinator before this one, who knows of no debt yet."""
+    rooms, store = Rooms(), ClockStore()
+    store.now = time.time() - 60.0
+    committing = Committing(store, [KeepLast(n=1)], grace_s=3600.0, writers=lambda: rooms.writers)
+    for step in (10, 20):
+        assert committing.commit(VALUES, step, changed=False).committed
+    owed, epoch = parts(store, VALUES, 30, committing.epoch)[:1], committing.epoch
+    committing.epoch = committing.run.take_epoch(owner={}, starts_from=20)
+    assert committing.commit(OTHER, 40, changed=False).committed
+    assert rooms.wait(PackFailed(epoch=epoch, attempt=0, step=30, rank=1, world=2, reason="full", no_space=True))
+    committing.committer.make_room((0, 30))
+    assert committing.done.acquire(timeout=30)
+    assert committing.committer.rooms()[0].freed_bytes > 0
+    assert owed[0].manifest.pack.name in {info.key.rsplit("/", 1)[1] for info in store.list("checkpoints/step-00000030")}
+    committing.committer.close()
 
 
 def test_retries_of_the_writers_stand_in_the_commit() -> None:

@@ -33,7 +33,7 @@ from ftrain.compose.strikes import (
     provable,
 )
 from ftrain.faults import hold, marker
-from ftrain.load import load
+from ftrain.load import load, to_toml
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, InterruptionClassified, Ready, StepFinished
 from recovery.ledger import Ledger
 from recovery.owner import HeldError, claim
@@ -60,6 +60,24 @@ def test_a_drill_that_goes_on_is_not_swept_away_by_another(tmp_path: Path) -> No
         drill(load(str(CONFIG)), tmp_path, Orders(minutes=1.0, mean_gap_s=1.0, kinds=NAMES), print)
     assert local.exists()
     held.release()
+
+
+def test_a_drill_leaves_alone_what_the_real_run_writes_to_and_who_watches_it(tmp_path: Path) -> None:
+    """Its history would be taken for the real one's in a mirror, and fence what is there."""
+    overrides = [
+        'checkpoint.mirror_url="/elsewhere/mirror"',
+        'checkpoint.local_url="/elsewhere/tier"',
+        "checkpoint.local_every_steps=5",
+        'machine.shared_dir="/elsewhere/shared"',
+        "machine.port=29500",
+        'recovery.webhook="http://example.org/told"',
+        "recovery.metrics_port=9100",
+        "slurm.requeue=true",
+        'run.local_dir="/elsewhere/local"',
+    ]
+    made = variant(load(str(CONFIG), overrides), tmp_path / "broken")
+    assert "/elsewhere" not in to_toml(made)
+    assert (made.machine.port, made.recovery.webhook, made.recovery.metrics_port, made.slurm.requeue) == (0, "", 0, False)
 
 
 def test_a_run_goes_on_after_a_strike_when_two_new_steps_have_ended_after_it(tmp_path: Path) -> None:
