@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from ftrain.compose.holder import Holder, check_holder
 from ftrain.compose.places import Places
 from ftrain.compose.rooms import Rooms
 from ftrain.compose.stores import local_tier_url, open_known, store_options
-from ftrain.compose.tiers import LocalTier, mirror_checkpoint
+from ftrain.compose.tiers import LocalTier, Mirror, mirror_checkpoint
 from ftrain.config import Storage
 from ftrain.load import load
 from recovery.events import CheckpointCommitted, CheckpointFailed, StorageNotice, TierCommitted
@@ -196,6 +197,34 @@ def test_a_commit_that_finds_no_room_is_tried_again_once_there_is_some(monkeypat
     assert [type(event) for event in outcome.events] == [StorageNotice, CheckpointCommitted]
     assert committing.packs() == [20, 30]
     committing.committer.close()
+
+
+class SmallStore(ClockStore):
+    """Has room for so many packs."""
+
+    room = 6
+
+    def put_stream(self, key: str, stream: Any) -> None:
+        if sum(info.key.endswith(".pack") for info in self.list()) >= self.room:
+            raise NoSpace("no space left on the device", key)
+        super().put_stream(key, stream)
+
+
+def test_a_mirror_makes_room_of_what_is_deleted_anyway() -> None:
+    """Three checkpoints of two packs find room there, two are kept; an hour of grace is not waited for."""
+    run, small = RunStore(MemoryStore()), SmallStore()
+    epoch = run.take_epoch(owner={})
+    mirror = Mirror(lambda: run.store, lambda: small, [KeepLast(n=2)], grace_s=3600.0)
+    for step in (10, 20, 30, 40, 50):
+        save(run, VALUES, step=step, epoch=epoch)
+        mirror.committed(step)
+        deadline = time.monotonic() + 60
+        while not (told := mirror.results()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [(type(event), event.step) for event in told] == [(TierCommitted, step)]  # type: ignore[attr-defined]
+    mirror.close()
+    assert [info.step for info in RunStore(small).checkpoints() if info.state == "valid"] == [40, 50]
 
 
 def test_a_save_without_room_is_tried_again_at_most_twice_and_only_where_room_was_made() -> None:
