@@ -154,8 +154,8 @@ class RunStore:
         """Where a writer puts its pack of a step."""
         return step_folder(step) + pack_name(epoch, attempt, writer)
 
-    def delete_pack(self, step: int, name: str) -> None:
-        """Delete a pack that its writers have given up, and that no commit names. `Fenced` if another epoch owns the run."""
+    def delete_leaving(self, step: int, name: str) -> None:
+        """Delete an object of a save that was given up: no commit names it. `Fenced` if another epoch owns the run."""
         if self.epoch is not None:
             self._require_ownership(read_epochs(self.store), "delete anything")
         self.store.delete(step_folder(step) + name)

@@ -19,6 +19,7 @@ from ftrain.compose.debts import Group
 from ftrain.units import format_bytes
 from recovery.events import CheckpointCommitted, CheckpointFailed, Event, StorageNotice, TierCommitted
 from storage.errors import NoSpace
+from storage.keys import manifest_name, view_name
 from storage.manifest import Manifest
 from storage.merge import merge
 from storage.retention import RetentionPolicy
@@ -55,9 +56,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Leavings:
-    """Packs of a checkpoint that will never be whole."""
+    """What there is of a checkpoint that will never be whole: names of objects, which may be absent."""
 
-    stored: tuple[PackStored, ...]
+    step: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +123,8 @@ class Committer:
         self._jobs.put(group)
 
     def discard(self, stored: Sequence[PackStored]) -> None:
-        """Delete packs that will be part of no checkpoint, some time."""
-        self._jobs.put(Leavings(tuple(stored)))
+        """Delete packs of one step that will be part of no checkpoint, some time."""
+        self._jobs.put(Leavings(stored[0].step, _packs(stored)))
 
     def results(self) -> list[Outcome]:
         """What has been committed, or could not be, since the last call."""
@@ -176,7 +178,8 @@ class Committer:
             made = self._seal(job, manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
             if isinstance(error, NoSpace):  # no answer is missing: it was not committed, and its packs only take room
-                self._sweep(Leavings(job.parts))
+                sealing = (named(job.epoch, job.attempt) for named in (manifest_name, view_name))
+                self._sweep(Leavings(job.step, (*_packs(job.parts), *sealing)))
             failure = self._failed(job, f"{type(error).__name__}: {error}")
             return Outcome(epoch=job.epoch, events=(failure,), settled=settled, committed=False)
         self._digests = written
@@ -227,8 +230,8 @@ class Committer:
 
     def _sweep(self, leavings: Leavings) -> None:
         try:
-            for part in leavings.stored:
-                self._run.delete_pack(part.step, part.manifest.pack.name)
+            for name in leavings.names:
+                self._run.delete_leaving(leavings.step, name)
         except Exception as error:  # a collection takes them, once no writer of their attempt is at work
             self.collect_error = f"{type(error).__name__}: {error}"
 
@@ -260,6 +263,10 @@ class Committer:
             self.collect_error = f"{type(error).__name__}: {error}"
         self._freed += freed
         return freed
+
+
+def _packs(stored: Sequence[PackStored]) -> tuple[str, ...]:
+    return tuple(part.manifest.pack.name for part in stored)
 
 
 def taken(results: queue.SimpleQueue[T]) -> Iterator[T]:

@@ -210,6 +210,24 @@ class SmallStore(ClockStore):
         super().put_stream(key, stream)
 
 
+def test_a_commit_that_finds_no_room_at_all_leaves_nothing_behind() -> None:
+    committing = Committing(FullAtCommit(), [KeepLast(n=2)], grace_s=3600.0)
+    outcome = committing.commit(VALUES, 10, changed=True)
+    assert not outcome.committed
+    assert "no space left" in outcome.events[0].reason  # type: ignore[attr-defined]
+    assert list(committing.store.list("checkpoints/")) == []
+    committing.committer.close()
+
+
+class FullAtCommit(ClockStore):
+    """Has room for packs and manifest, and for nothing after them."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        if "/commit-" in key:
+            raise NoSpace("no space left on the device", key)
+        return super().create(key, data)
+
+
 def test_a_mirror_makes_room_of_what_is_deleted_anyway() -> None:
     """Three checkpoints of two packs find room there, two are kept; an hour of grace is not waited for."""
     run, small = RunStore(MemoryStore()), SmallStore()
