@@ -63,6 +63,10 @@ def test_twenty_minutes_on_four_ranks(tmp_path: Path, corpus: str) -> None:
 
 
 def test_kinds_that_there_are(tmp_path: Path) -> None:
-    done = ftrain("drill", str(tmp_path / "none.toml"), "--faults", "worker-kill,meteorite")
-    assert done.returncode == 2
-    assert "worker-stop: SIGSTOP of the worker" in done.stderr
+    wrong = ftrain("drill", str(tmp_path / "none.toml"), "--faults", "worker-kill,meteorite")
+    assert wrong.returncode == 2
+    assert "'meteorite' is no kind of fault" in wrong.stderr
+    listed = ftrain("drill", str(tmp_path / "none.toml"), "--faults", "help")
+    assert listed.returncode == 0
+    rows = listed.stdout.partition("\n\n")[0].splitlines()[1:]  # under the heading, above the mixes
+    assert [row.split()[0] for row in rows] == list(BY_NAME)
