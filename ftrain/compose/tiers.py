@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from ftrain.checkpoint.messages import PackFailed, PackStored
-from ftrain.compose.committer import Committer, Job
+from ftrain.compose.committer import Committer, Job, taken
 from recovery.events import Event, StorageNotice, TierCommitted
 from storage.catalog import CheckpointState
 from storage.commit import decode_commit, read_commit
@@ -168,10 +168,7 @@ class Mirror:
 
     def results(self) -> list[Event]:
         """What has been copied since the last call, and what could not be."""
-        found = []
-        while not self._results.empty():
-            found.append(self._results.get())
-        return found
+        return list(taken(self._results))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finish what is due, bounded: the next run copies the newest again."""
