@@ -40,12 +40,14 @@ class _PassedOver:
 
 
 class RunStore:
-    """The checkpoints of one run. `clock` gives unix seconds; tests bring their own."""
+    """The checkpoints of one run. `clock` gives unix seconds; tests bring their own. `epoch`: one that was taken elsewhere and
+    that this object acts for.
+    """
 
-    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: ObjectStore, *, epoch: int | None = None, clock: Callable[[], float] = time.time) -> None:
         self.store = store
-        self.epoch: int | None = None
-        """The epoch this object took; None if it only looks."""
+        self.epoch = epoch
+        """The epoch this object took or acts for; None if it only looks."""
         self._clock = clock
 
     def take_epoch(self, *, owner: dict[str, Any], starts_from: Literal["newest"] | int | None = "newest") -> int:

@@ -22,6 +22,7 @@ from storage.keys import pack_name, step_folder
 from storage.objects import ObjectStore
 
 THREADS = 2  # seal or stream two ranks' slots at once; more would only take cores from training
+ROOM_TRIES = 2  # of a save that found no room: what one rank frees another may take, but what is freed may be too little
 
 
 class Turn:
@@ -66,13 +67,15 @@ class Keeper:
         local: Callable[[], ObjectStore] | None = None,
         local_every: int = 0,
         reached: Callable[[str, int], None] = lambda point, step: None,
+        make_room: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """`store` opens the run's store, on first use: a keeper that only seals needs none. `send` must be thread-safe.
 
         `local` opens the local tier's, which gets every snapshot whose step is a multiple of `local_every`, and gets it as it
-        is: it is no slow link. What goes to the run's store is compressed as its slot says.
+        is: it is no slow link. What goes to the run's store is compressed as its slot says. `make_room`: asked, with its step,
+        when there was no room in the run's store for a pack: whether it is worth another try.
         """
-        self._send, self._reached = send, reached
+        self._send, self._reached, self._make_room = send, reached, make_room
         self._open = {"storage": store, "local": local or store}
         self._local_every = local_every if local else 0
         self._stores: dict[str, ObjectStore] = {}
@@ -160,10 +163,18 @@ class Keeper:
             slot.seal()
         digests = self._serve_local(name, slot, header) if due else {}
         if wanted:
-            answer, _ = self._store_slot(slot, header, "storage", digests)
+            answer = self._store_with_room(slot, header, digests)
             if answer is not None:
                 self._answers[name] = answer
                 self._send(answer)
+
+    def _store_with_room(self, slot: ArenaSlot, header: SlotHeader, known: dict[str, int]) -> Answer | None:
+        answer, _ = self._store_slot(slot, header, "storage", known)
+        for _ in range(ROOM_TRIES):
+            if not (isinstance(answer, PackFailed) and answer.no_space and self._make_room(header.step)):
+                break
+            answer, _ = self._store_slot(slot, header, "storage", known)
+        return answer
 
     def _serve_local(self, name: str, slot: ArenaSlot, header: SlotHeader) -> dict[str, int]:
         """Write a snapshot to the local tier; returns the digests.

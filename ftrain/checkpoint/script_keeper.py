@@ -40,10 +40,11 @@ from ftrain.checkpoint.script_messages import (
     delivery_key,
     progress_of,
 )
+from ftrain.units import format_bytes
 from recovery.wire import channel
 from storage.commit import read_commit
-from storage.errors import ObjectMissing
-from storage.keys import commit_name, step_folder
+from storage.errors import NoSpace, ObjectMissing
+from storage.keys import commit_name, manifest_name, step_folder, view_name
 from storage.merge import merge
 from storage.objects import ObjectStore, open_store
 from storage.retention import KeepEvery, KeepLast, RetentionPolicy
@@ -55,6 +56,8 @@ log = logging.getLogger("ftrain.keeper")
 POLL_S = 0.01
 LONGEST_POLL_S = 1.0
 RECORD_LIMIT_S = 60.0
+LINGER_S = 10.0  # at the end, for late parts of failed saves
+FAILED_SAVES = 4  # whose late parts are looked for: a rank that has a part of the third after it has delivered its own
 
 
 class ScriptKeeper:
@@ -65,8 +68,9 @@ class ScriptKeeper:
         self._start, self._tell = start, tell
         self._records: dict[int, bytes] = {}
         self._due_parts: set[int] = set()  # steps of which this rank's part is not delivered yet
-        self._keeper = Keeper(lambda: open_store(start.url), self._stored)
+        self._keeper = Keeper(lambda: open_store(start.url), self._stored, make_room=self._make_room)
         self._store: ObjectStore | None = None
+        self._failed: dict[int, set[int]] = {}  # saves by step, and the ranks whose parts have not been looked at
         self._lock = threading.Lock()
         self._told = threading.Condition()
         self._due: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
@@ -142,7 +146,7 @@ class ScriptKeeper:
 
     def _deliver(self, step: int, key: str, delivery: Delivery) -> None:
         try:
-            self._run_store().put(key, msgspec.msgpack.encode(delivery))
+            self._with_room(step, lambda: self._run_store().put(key, msgspec.msgpack.encode(delivery)))
         except Exception as error:  # the rank must hear of whatever it is: a thread's error has no other listener
             delivery = Delivery(error=f"rank {self._start.rank}: {type(error).__name__}: {error}")
         self._keeper.settled(Settled(attempt=self._start.attempt, step=step))
@@ -150,6 +154,45 @@ class ScriptKeeper:
         with self._told:
             self._due_parts.discard(step)
             self._told.notify_all()
+
+    # -- room ------------------------------------------------------------------------------------------------------------
+
+    def _with_room(self, step: int, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except NoSpace:
+            if not self._make_room(step):
+                raise
+            write()
+
+    def _make_room(self, step: int) -> bool:
+        """Delete at once what is to be deleted after a grace period (ADR 34), whichever rank finds no room: two that do so
+        at the same time delete the same. Whether it is worth another try: what another one has freed counts, too.
+        """
+        freed = self._collect(grace_s=0.0)
+        if freed:
+            log.warning("step %d found no room: %s of deleted checkpoints went before their time", step, format_bytes(freed))
+        return freed is not None
+
+    @property
+    def _policies(self) -> list[RetentionPolicy]:
+        last, every = self._start.keep_last, self._start.keep_every
+        return [*([KeepLast(last)] if last else []), *([KeepEvery(every)] if every else [])]
+
+    def _collect(self, *, grace_s: float) -> int | None:
+        """Delete what no policy keeps; bytes that are free again. None: everything is kept, or it could not be done."""
+        if not self._policies:
+            return None
+        try:
+            writers = frozenset({(self._start.epoch, self._start.attempt)})
+            return self._run().collect(self._policies, now_s=time.time(), grace_s=grace_s, writers=writers).freed_bytes
+        except Exception as error:  # nothing is lost by collecting after the next commit
+            log.warning("old checkpoints are not deleted: %s", error)
+            return None
+
+    def _run(self) -> RunStore:
+        """The run, in which this deletes something only as long as no newer life of it has begun."""
+        return RunStore(self._run_store(), epoch=self._start.epoch)
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------------
 
@@ -162,7 +205,12 @@ class ScriptKeeper:
                 done = CommitDone(step=step, error=f"{type(error).__name__}: {error}")
             self._tell(done)
             if not done.error:
-                self._collect()
+                self._collect(grace_s=self._start.grace_s)
+            self._sweep_failed()
+        deadline = time.monotonic() + LINGER_S
+        while self._failed and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._sweep_failed()
 
     def _commit(self, step: int, begin: float) -> CommitDone:
         store = self._run_store()
@@ -173,6 +221,7 @@ class ScriptKeeper:
         deliveries = self._await(store, step, keys, begin)
         errors = [each.error for each in deliveries if each.error]
         if errors:
+            self._failed[step] = set(range(self._start.world))
             return CommitDone(step=step, error=errors[0])
         parts = [each.stored for each in deliveries if each.stored is not None]
         try:
@@ -187,7 +236,11 @@ class ScriptKeeper:
             progress=progress_of(step, self._start.world, progress),
             created_s=time.time(),
         )
-        RunStore(store).commit(manifest)
+        try:
+            self._with_room(step, lambda: RunStore(store).commit(manifest))
+        except NoSpace:  # no answer is missing: it was not committed, and its packs only take room
+            self._failed[step] = set(range(self._start.world))
+            raise
         for key in keys:
             store.delete(key)
         return CommitDone(step=step, nbytes=sum(part.manifest.pack.nbytes for part in parts), seconds=time.monotonic() - begin)
@@ -217,17 +270,30 @@ class ScriptKeeper:
             time.sleep(pause_s)
             pause_s = min(LONGEST_POLL_S, pause_s * 1.5)
 
-    def _collect(self) -> None:
-        start = self._start
-        policies: list[RetentionPolicy] = [KeepLast(start.keep_last)] if start.keep_last else []
-        policies += [KeepEvery(start.keep_every)] if start.keep_every else []
-        if not policies:
-            return
-        try:
-            writers = frozenset({(start.epoch, start.attempt)})
-            RunStore(self._run_store()).collect(policies, now_s=time.time(), grace_s=start.grace_s, writers=writers)
-        except Exception as error:  # nothing is lost by collecting after the next commit
-            log.warning("old checkpoints are not deleted: %s", error)
+    def _sweep_failed(self) -> None:
+        """Delete what is stored of saves that failed; parts that are still on their way are looked for again later. An error
+        that a rank has delivered stays: it is the answer to whoever asks for that save again.
+        """
+        for step in list(self._failed):
+            try:
+                self._sweep_one(step, self._failed[step])
+            except Exception as error:  # a later life's collection takes them
+                log.warning("what is stored of the failed save of step %d is not deleted: %s", step, error)
+            if not self._failed[step] or len(self._failed) > FAILED_SAVES:
+                del self._failed[step]
+
+    def _sweep_one(self, step: int, ranks: set[int]) -> None:
+        store, run, epoch, attempt = self._run_store(), self._run(), self._start.epoch, self._start.attempt
+        for name in (manifest_name(epoch, attempt), view_name(epoch, attempt)):
+            run.delete_leaving(step, name)
+        for rank in sorted(ranks):
+            key = delivery_key(step, epoch, attempt, rank)
+            with suppress(ObjectMissing):
+                delivery = msgspec.msgpack.decode(store.get(key), type=Delivery)
+                if delivery.stored is not None:
+                    run.delete_leaving(step, delivery.stored.manifest.pack.name)
+                    store.delete(key)
+                ranks.discard(rank)
 
 
 def main(argv: list[str]) -> int:

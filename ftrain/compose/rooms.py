@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from ftrain.checkpoint.keeper import ROOM_TRIES
 from ftrain.checkpoint.messages import PackFailed
 from ftrain.compose.debts import Group
-
-TRIES = 2  # the failures of several ranks may come one after the other, some from before there was room
 
 
 class Rooms:
@@ -29,7 +28,7 @@ class Rooms:
     def wait(self, failed: PackFailed) -> bool:
         """Whether to make room for what failed. Not for ever: what is freed may be too little."""
         group = (failed.attempt, failed.step)
-        if not failed.no_space or self._tries.get(group, 0) >= TRIES:
+        if not failed.no_space or self._tries.get(group, 0) >= ROOM_TRIES:
             return False
         self._waiting[group] = failed
         return True

@@ -149,6 +149,24 @@ def test_what_there_was_no_room_for_is_stored_when_asked_for_again_and_only_that
     assert said.empty()
 
 
+@pytest.mark.parametrize("freed", [[True], [False, True], [False, False, False]])
+def test_a_keeper_that_can_make_room_tries_again_but_not_for_ever(fd: int, freed: list[bool]) -> None:
+    said: list[KeeperMessage] = []
+    store, asked = FullStore(), list[int]()
+
+    def make_room(step: int) -> bool:
+        store.full = not freed[len(asked)]
+        asked.append(step)
+        return True
+
+    keeper = Keeper(lambda: store, said.append, make_room=make_room)
+    snapshot(fd, step=3, upload=True)
+    keeper.adopt("ours", fd)
+    keeper.close()
+    assert [type(answer) for answer in said] == [PackStored if True in freed else PackFailed]
+    assert asked == [3] * min(len(freed), 2)
+
+
 def test_a_snapshot_announced_twice_is_stored_once_and_one_whose_copy_died_never(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
