@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
-from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, StoreSnapshot
+from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, Share, StoreSnapshot
 from ftrain.checkpoint.stream import SlotStream
 from storage.errors import NoSpace
 from storage.keys import pack_name, step_folder
@@ -136,7 +136,7 @@ class Keeper:
     def _tell_debts(self) -> None:
         headers = [slot.header() for slot in self._slots.values()]
         owed = [it for it in headers if it.state is SlotState.COMPLETE and it.upload is Upload.WANTED]
-        self._send(Owed(shares=[(it.attempt, it.step, it.rank, it.world) for it in owed]))
+        self._send(Owed(shares=[Share(it.epoch, it.attempt, it.step, it.rank, it.world) for it in owed]))
 
     def close(self) -> None:
         """Finish everything queued, then return."""

@@ -200,13 +200,23 @@ class Final(msgspec.Struct, frozen=True, kw_only=True, tag="final"):
     begun: list[tuple[int, int]] = []  # as of Ready, with that one
 
 
+class Share(NamedTuple):
+    """One rank's part of a snapshot, and under which epoch it is stored."""
+
+    epoch: int
+    attempt: int
+    step: int
+    rank: int
+    world: int
+
+
 class Owed(msgspec.Struct, frozen=True, kw_only=True, tag="owed"):
-    """Keeper to coordinator, answering Resend: (attempt, step, rank, world) of each share here that storage is owed.
+    """Keeper to coordinator, answering Resend: each share here that storage is owed.
 
     `node`: the keeper's, where there are several, each of which holds shares of its own ranks.
     """
 
-    shares: list[tuple[int, int, int, int]]
+    shares: list[Share]
     node: str = ""
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ftrain.checkpoint.messages import Share
+
 Group = tuple[int, int]  # (attempt, step) of a snapshot
 
 
@@ -58,14 +60,15 @@ class Debts:
         self._silent = set(nodes)
         self._told.clear()
 
-    def told(self, node: str, shares: Iterable[tuple[int, int, int, int]]) -> None:
-        """A keeper's answer: (attempt, step, rank, world) of each share. A snapshot is owed if all of its ranks' shares are."""
+    def told(self, node: str, shares: Iterable[Share]) -> None:
+        """A keeper's answer. A snapshot is owed if all of its ranks' shares are."""
         self._silent.discard(node)
-        for attempt, step, rank, world in shares:
-            ranks = self._told[attempt, step]
-            ranks.add(rank)
-            if len(ranks) == world:
-                self._owed.add((attempt, step))
+        for share in shares:
+            self._epochs[share.attempt] = share.epoch
+            ranks = self._told[share.attempt, share.step]
+            ranks.add(share.rank)
+            if len(ranks) == share.world:
+                self._owed.add((share.attempt, share.step))
 
     def dropped(self, attempt: int, step: int) -> list[Group]:
         """Those of earlier attempts that are later than the step which this one goes on from: its workers have dropped them, so

@@ -75,7 +75,7 @@ class StoringDelegate(ElasticDelegate):
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
         if isinstance(message, Owed):
-            self._debts.told(message.node, (it for it in message.shares if it[:2] not in self._settled))
+            self._debts.told(message.node, (it for it in message.shares if (it.attempt, it.step) not in self._settled))
             return []
         if isinstance(message, PeerCopied | CopyFailed):
             return self._copies.on_keeper(message)
