@@ -16,6 +16,7 @@ from recovery.evidence import Evidence
 from recovery.naming import (
     FAULT,
     TEARDOWN,
+    by_bus,
     by_pid,
     device,
     failed_alone,
@@ -72,6 +73,7 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
         yield _crashed_instead_of(speaker(deciding), case)
         yield speaker(deciding)
     yield by_pid(deciding, reader)
+    yield by_bus(deciding, reader)
     if deciding.where == "kernel":
         yield task_of_host(deciding, reader)
     if how == "killed" or (deciding.where == "scheduler" and _EVICTED.search(deciding.text)):

@@ -39,6 +39,9 @@ _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")
 _CHILD = re.compile(r"^\[rank: (\d+)\] Child process with PID \d+ terminated with code")
 _TASK = re.compile(r"srun: error: (\S+): task (\d+): (?!Terminated)")
 _SUMMED_UP = re.compile(r"^\s*exitcode\s*: -?\d+ \(pid: (\d+)\)")
+_BUS = re.compile(r"(?i)\b((?:[0-9a-f]{4})?[0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\b(?:\.([0-7]))?")
+_BUS_OF_RANK = re.compile(r"\brank (\d+) nranks \d+ .{0,80}?\bbusId ([0-9a-f]+)\b")
+_HOST = re.compile(r"^\s*(?:\[[^\]]*\]:?\s*)?([\w.-]+):\d+:\d+ \[")
 _PID = re.compile(
     r"\bpid[=: ]+'?(\d+)|process (\d+) \(|Sending SIGBUS to [^:]+:(\d+)|"
     r"[\w.-]+\[(\d+)\]:? (?:trap|segfault|general protection)"
@@ -141,11 +144,32 @@ def by_pid(deciding: Line, reader: Reader) -> int | None:
     return None
 
 
+def by_bus(deciding: Line, reader: Reader) -> int | None:
+    """The one rank whose GPU sits where the line says (`PCI:0000:9a:00`), as NCCL told it when a communicator began; where
+    several nodes have one there, that of the host which the line names.
+    """
+    match = _BUS.search(deciding.text)
+    if match is None:
+        return None
+    bus = int("".join(match.groups(default="0")), 16)  # NCCL's busId: the same digits in a row, the function last
+    hosts = dict[int, str]()
+    for line in reader.lines["log"]:
+        if (found := _BUS_OF_RANK.search(line.text)) and int(found[2], 16) == bus:
+            host = _HOST.match(line.raw)
+            hosts[int(found[1])] = host[1] if host else ""
+    there = [rank for rank, host in hosts.items() if host and _names(deciding.text, host)]
+    return next(iter(there or hosts)) if len(there or hosts) == 1 else None
+
+
+def _names(text: str, host: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text) is not None
+
+
 def task_of_host(deciding: Line, reader: Reader) -> int | None:
     """The one task that Slurm saw end on the host which the line names."""
     tasks = set[int]()
     for line in reader.lines["log"]:
-        if (match := _TASK.search(line.text)) and re.search(rf"(?<![\w.-]){re.escape(match[1])}(?![\w-])", deciding.text):
+        if (match := _TASK.search(line.text)) and _names(deciding.text, match[1]):
             tasks.add(int(match[2]))
     return tasks.pop() if len(tasks) == 1 else None
 
