@@ -17,7 +17,7 @@ from ftrain.cli import render
 from ftrain.cli.bars import COLOURS, Bars
 from ftrain.cli.hints import no_run
 from ftrain.cli.live import local_option
-from ftrain.cli.live_view import sentence
+from ftrain.cli.live_view import Briefly
 from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from ftrain.compose.phasing import Phasing
@@ -116,6 +116,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._state, self._speed, self._phasing, self._builder = RunState(), Speed(), Phasing(), ReportBuilder()
+        self._briefly = Briefly()
         self._losses: list[float] = []
         self._rates: deque[float] = deque(maxlen=60)
         self._told: deque[str] = deque(maxlen=6)
@@ -155,7 +156,7 @@ class Screen:
                 seconds = record.t_end - record.t_begin
                 self._losses += [record.loss] if record.loss is not None else []
                 self._rates.append(record.tokens / seconds if seconds > 0 else 0.0)
-            said = attempt_line(event) if self._script and isinstance(event, AttemptStarted) else sentence(event)
+            said = attempt_line(event) if self._script and isinstance(event, AttemptStarted) else self._briefly.sentence(event)
             if said and not isinstance(event, CheckpointCommitted):
                 self._told.append(f"{time.strftime('%H:%M:%S', time.gmtime(event.t))}  {said}")
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from rich.console import Console
 
 from ftrain.cli.bars import COLOURS, Bars
 from ftrain.cli.entry import cli
 from ftrain.cli.watch import Screen
-from recovery.events import encode_line
+from recovery.events import Decided, encode_line
 from tests.commands import ftrain
 from tests.ledgers import Story, config
 from tests.runs import FTRAIN
@@ -39,6 +40,17 @@ def test_the_screen_says_where_the_run_is_and_what_troubled_it() -> None:
     assert "interruption: gpu: it died" in text
     assert "ETA 58" in text  # 40 steps, of which 20 newest took 11 x 1 s and 9 x 2 s (the first of an attempt does not count)
     assert f"loss        {2 + 3 / 60:.4f}" in text
+
+
+def test_a_cause_is_told_once() -> None:
+    story = Story(config()).start().steps(3).die(class_="gpu", reason="it died")
+    story.events = [
+        structs.replace(event, reason="gpu: it died; first time") if isinstance(event, Decided) else event
+        for event in story.events
+    ]
+    text = shown(story)
+    assert "interruption: gpu: it died" in text
+    assert "decision: restart: gpu; first time" in text
 
 
 def test_a_finished_run_is_shown_once(tmp_path: Path) -> None:
