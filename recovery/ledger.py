@@ -16,7 +16,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,7 @@ __all__ = ["ByteSink", "Ledger", "LedgerBusyError", "LedgerFormatError", "read_a
 
 _CLOSED = re.compile(r"e(\d{4,})-(\d{6})\.jsonl")
 _OPEN_SUFFIX = ".open"
+READERS = 16  # requests at a time, where a ledger is read from storage
 
 
 class LedgerBusyError(RuntimeError):
@@ -122,13 +123,23 @@ def read_all(folder: Path | None, sink: ByteSink | None = None) -> list[AnyEvent
     """Every event of the run, oldest first, from the folder, the sink, or both; a live writer does not disturb."""
     local = _local_names(folder) if folder is not None else set()
     names = local | {name for name in (sink.names() if sink is not None else ()) if _CLOSED.fullmatch(name)}
+    ordered = sorted(names, key=_parse)
+    fetched = _fetched(sink, [name for name in ordered if name not in local]) if sink is not None else {}
     events: list[AnyEvent] = []
-    for name in sorted(names, key=_parse):
-        if folder is not None and name in local:
-            events += decode_segment(name, _read_local(folder, name))
-        elif sink is not None:
-            events += decode_segment(name, sink.get(name))
+    for name in ordered:
+        data = _read_local(folder, name) if folder is not None and name in local else fetched.pop(name)
+        events += decode_segment(name, data)
     return events
+
+
+def _fetched(sink: ByteSink, names: Sequence[str]) -> dict[str, bytes]:
+    """Several at a time: a run of weeks has a segment for each of thousands of checkpoints, and each is a request."""
+    if not names:
+        return {}
+    from concurrent.futures import ThreadPoolExecutor  # who writes a ledger needs none
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ledger") as pool:
+        return dict(zip(names, pool.map(sink.get, names), strict=True))
 
 
 def decode_segment(name: str, data: bytes) -> Iterator[AnyEvent]:

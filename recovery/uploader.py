@@ -19,7 +19,7 @@ class ByteSink(Protocol):
         """Store `data` under `name`: whole or not at all, replacing."""
 
     def get(self, name: str) -> bytes:
-        """The bytes of `name`."""
+        """The bytes of `name`. Called from several threads."""
 
     def names(self) -> Iterable[str]:
         """All stored names, in any order."""

@@ -54,6 +54,23 @@ def test_what_is_appended_is_read_back_in_order(tmp_path: Path) -> None:
     assert names == [segment_name(1, n) for n in range(len(names))]
 
 
+def test_a_ledger_in_storage_is_read_by_several_requests_at_a_time(tmp_path: Path) -> None:
+    """Thousands of segments, one after the other, would take minutes."""
+    sink, together = FakeSink(), threading.Barrier(4)
+    with Ledger(tmp_path, sink, segment_bytes=100) as ledger:
+        for event in steps(1, 8):
+            ledger.append(event)
+    assert len(sink.stored) == 8
+    get = sink.get
+
+    def waits_for_others(name: str) -> bytes:
+        together.wait(30)
+        return get(name)
+
+    sink.get = waits_for_others  # type: ignore[method-assign]
+    assert read_all(None, sink) == steps(1, 8)
+
+
 def test_decisions_are_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
