@@ -27,7 +27,7 @@ from recovery.naming import (
     task_of_host,
 )
 from recovery.reading import Line, Reader
-from recovery.waiting import absent_or_behind, in_another_collective
+from recovery.waiting import absent_or_behind, in_another_collective, only_accused
 
 # What was struck: a rank, a collective, a job from outside, a machine with its ranks, a process, who waits in the kernel,
 # who is behind the others.
@@ -51,6 +51,8 @@ def first_failing(case: Evidence, reader: Reader, deciding: Line, related: Seque
         return lost
     if how == "vanished" and (silent := _only(case, (None,))) is not None:
         return silent
+    if how == "vanished" and (given_up := only_accused(reader)) is not None:
+        return given_up
     if how == "vanished" and (named := _named_by_kernel(case, reader, [deciding, *related])) is not None:
         return named
     if how in {"outside", "vanished"}:
@@ -74,18 +76,28 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
         yield speaker(deciding)
     yield by_pid(deciding, reader)
     yield by_bus(deciding, reader)
+    yield from (by_pid(line, reader) for line in related if line.where == "kernel")
     if deciding.where == "kernel":
         yield task_of_host(deciding, reader)
     if how == "killed" or (deciding.where == "scheduler" and _EVICTED.search(deciding.text)):
         yield _only(case, _KILLED)
     yield from (speaker(line) for line in related if line.where == "log")
     yield odd_one_out(case)
-    yield device(deciding)
-    yield from (device(line) for line in related)
+    yield _on_one_node(device(deciding), case)
+    yield from (_on_one_node(device(line), case) for line in related)
     yield root_cause(reader)
     if how == "slow":
         yield _straggler(reader)
     yield _lowest_of_some(case)
+
+
+def _on_one_node(gpu: int | None, case: Evidence) -> int | None:
+    """The rank of a node's GPU: its number, or where the ranks of one later node are told alone, that far from the first."""
+    known = ranks_of(case)
+    if gpu is None or not known or known[0] == 0:
+        return gpu
+    one_node = len(known) > 1 and known == list(range(known[0], known[-1] + 1)) and known[0] % len(known) == 0
+    return known[0] + gpu if one_node and gpu < len(known) else gpu
 
 
 def _crashed_instead_of(named: int | None, case: Evidence) -> int | None:

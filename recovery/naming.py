@@ -139,9 +139,13 @@ def by_pid(deciding: Line, reader: Reader) -> int | None:
     if (rank := elastic_ranks(reader).get(pid)) is not None:
         return rank
     for line in reader.lines["log"]:
-        if deciding is not line and f"PID {pid}" in line.text and (rank := speaker(line)) is not None:
+        if deciding is not line and _told_with_rank(line.text, pid) and (rank := speaker(line)) is not None:
             return rank
     return None
+
+
+def _told_with_rank(text: str, pid: int) -> bool:
+    return f"PID {pid}" in text or re.search(rf"\brank \d+ \(pid[ =:]{{1,2}}{pid}\)", text) is not None
 
 
 def by_bus(deciding: Line, reader: Reader) -> int | None:

@@ -28,6 +28,7 @@ KILLED = frozenset({-9, 137, None})
 HEALED = 45  # of a link that came back: less than an exception, more than a time-out, which a flap may well have caused
 _LINK_DOWN = re.compile(r"(?i)\blink (is )?down\b")
 _LINK_UP = re.compile(r"(?i)link (is )?(up|ready)\b")
+CAUSE = 50  # an exception, or what says more
 AFTER = 20  # of a node drained for a kill that took too long: less than what the kill itself, and its reason, say
 _KILL_FAILED = re.compile(r"(?i)\bkill task failed\b")
 _DRAINED = re.compile(r"(?i)\bdrain(ed|ing)?\b|kill task failed")
@@ -60,6 +61,7 @@ def observe(case: Evidence, reader: Reader, table: Table) -> tuple[list[Observat
     _drop_others_kills(real, case, reader)
     _drop_healed(real, reader)
     _drop_drained_after(real, reader)
+    _drop_earlier(real, reader)
     spoke = {it.line.rank for it in real if it.line.where == "log"}
     matches = [*real, *_exits(case, table, spoke)]
     matches.sort(key=Observation.order)
@@ -180,6 +182,15 @@ def _drop_drained_after(matches: Sequence[Observation], reader: Reader) -> None:
         for it in matches:
             if _DRAINED.search(it.line.text):
                 it.weight, it.why_less = min(it.weight, AFTER), "the node was drained after the end"
+
+
+def _drop_earlier(matches: Sequence[Observation], reader: Reader) -> None:
+    """Where a log holds several attempts: what earlier ones said, if the newest has a cause of its own."""
+    told = [it for it in matches if it.line.where == "log" and not it.why_less]
+    if any(it.line.index > reader.again > 0 and it.weight >= CAUSE for it in told):
+        for it in told:
+            if it.line.index < reader.again:
+                it.weight, it.why_less = NEXT_TO_NOTHING, "belongs to an earlier attempt"
 
 
 def _began_it(case: Evidence, struck: Sequence[str]) -> bool:

@@ -61,6 +61,7 @@ class Reader:
     lines: dict[str, list[Line]]
     progress: list[int] = field(default_factory=list)  # log indices of finished steps
     finished: bool = False
+    again: int = 0  # the log index where the newest attempt begins, where a log holds several
     steps: int | None = None
 
     @property
@@ -93,6 +94,8 @@ def read(case: Evidence, table: Table) -> Reader:
             continue
         if _is_progress(line.text, table.reading):
             reader.progress.append(line.index)
+        if any(compiled(pattern).search(line.text) for pattern in table.reading.again):
+            reader.again = line.index
         if compiled(table.reading.finished).search(line.text):
             reader.finished = True
         line.noise = _noise(line, table)

@@ -116,6 +116,7 @@ class Reading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config_not: str
     handled: str
     not_handled: str
+    again: tuple[str, ...]
     finished: str
 
 

@@ -15,7 +15,7 @@ from recovery.reading import Line, Reader
 
 LEAST_MEMBERS = 4  # of a group that must have reported before the one that has not is conspicuous
 _MISSING = re.compile(r"^(?:Missing|Stalled) ranks:\s*$")  # Horovod's heading of the ranks whose tensors are waited for
-_WAITED_FOR = re.compile(r"^(\d{1,5}): \[")
+_WAITED_FOR = re.compile(r"^(\d{1,5})!?: \[")
 _SEQUENCE = re.compile(r"WorkNCCL\(SeqNum=(\d+)|last completed(?: NCCL)? work: (\d+)|work sequence id: (\d+)")
 _ENQUEUED = re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (\d+)")
 _TIMED_OUT = re.compile(
@@ -23,7 +23,7 @@ _TIMED_OUT = re.compile(
 )
 _MEMBER = re.compile(r"\[PG ID \d+ PG GUID (\w+)(?:\([^)]*\))? Rank (\d+)\]")
 _RUNS = re.compile(
-    r"Rank (\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+, )?(OpType=\w+, \w+=\[[^\]]*\])"
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+(?:, )?)?(OpType=\w+(?:, \w+=\[[^\]]*\])?)"
 )
 
 
@@ -32,8 +32,8 @@ def absent_or_behind(case: Evidence, reader: Reader) -> int | None:
     run out of patience, or whose sequence number is lowest.
     """
     lines = reader.lines["log"]
-    if len(accused := _accused(reader)) == 1:
-        return accused.pop()
+    if (accused := only_accused(reader)) is not None:
+        return accused
     if (behind := _behind(lines)) is not None:
         return behind
     seen = _seen(lines)
@@ -59,6 +59,11 @@ def in_another_collective(reader: Reader) -> int | None:
     if len(running) < 3 or len(alone) != 1:
         return None
     return next(rank for rank, what in running.items() if what == alone[0])
+
+
+def only_accused(reader: Reader) -> int | None:
+    """The rank that others name, if all name the same."""
+    return accused.pop() if len(accused := _accused(reader)) == 1 else None
 
 
 def _accused(reader: Reader) -> set[int]:
