@@ -207,9 +207,10 @@ class ScriptKeeper:
             if not done.error:
                 self._collect(grace_s=self._start.grace_s)
             self._sweep_failed()
-        deadline = time.monotonic() + LINGER_S
+        deadline, pause_s = time.monotonic() + LINGER_S, POLL_S
         while self._failed and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_POLL_S, 2 * pause_s)
             self._sweep_failed()
 
     def _commit(self, step: int, begin: float) -> CommitDone:
@@ -274,12 +275,13 @@ class ScriptKeeper:
         """Delete what is stored of saves that failed; parts that are still on their way are looked for again later. An error
         that a rank has delivered stays: it is the answer to whoever asks for that save again.
         """
-        for step in list(self._failed):
+        for step, ranks in list(self._failed.items()):
             try:
-                self._sweep_one(step, self._failed[step])
+                self._sweep_one(step, ranks)
             except Exception as error:  # a later life's collection takes them
                 log.warning("what is stored of the failed save of step %d is not deleted: %s", step, error)
-            if not self._failed[step] or len(self._failed) > FAILED_SAVES:
+                ranks.clear()
+            if not ranks or len(self._failed) > FAILED_SAVES:
                 del self._failed[step]
 
     def _sweep_one(self, step: int, ranks: set[int]) -> None:
