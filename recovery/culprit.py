@@ -16,6 +16,7 @@ from recovery.evidence import Evidence
 from recovery.naming import (
     FAULT,
     TEARDOWN,
+    asked_about,
     by_bus,
     by_pid,
     device,
@@ -39,6 +40,7 @@ _MEMBER = re.compile(
     r"(?:worker|rank|node|task|pod|member|replica|trainer|container)s?\b[-_ :/\w.]{0,24}?[-_ ](\d{1,5})\b", re.IGNORECASE
 )
 _KILLED = (-9, 137)
+MOST_ON_A_NODE = 16
 _EVICTED = re.compile(r"\b[Ee]victed\b")
 _STRAGGLER = re.compile(r"(?i)(?:straggl\w*|slowest)\b.{0,60}\brank ?[:=#]? ?(\d+)\b")
 
@@ -85,16 +87,21 @@ def _candidates(case: Evidence, reader: Reader, deciding: Line, related: Sequenc
     yield odd_one_out(case)
     yield _on_one_node(device(deciding), case)
     yield from (_on_one_node(device(line), case) for line in related)
-    yield root_cause(reader)
     if how == "slow":
         yield _straggler(reader)
+    yield _on_one_node(asked_about(deciding, reader), case)
+    yield root_cause(reader)
     yield _lowest_of_some(case)
 
 
 def _on_one_node(gpu: int | None, case: Evidence) -> int | None:
-    """The rank of a node's GPU: its number, or where the ranks of one later node are told alone, that far from the first."""
+    """The rank of a node's GPU: its number, or where the ranks of one later node are told alone, that far from the first.
+    Of more ranks than a node holds nobody knows on which it is.
+    """
     known = ranks_of(case)
-    if gpu is None or not known or known[0] == 0:
+    if gpu is None or len(known) > MOST_ON_A_NODE:
+        return None
+    if not known or known[0] == 0:
         return gpu
     one_node = len(known) > 1 and known == list(range(known[0], known[-1] + 1)) and known[0] % len(known) == 0
     return known[0] + gpu if one_node and gpu < len(known) else gpu

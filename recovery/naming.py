@@ -33,6 +33,8 @@ _IN_TEXT = (
 )
 _NCCL_DEVICE = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")
 _GPU = re.compile(r"\bGPU(?: ID)? (\d+)\b|\bcuda:(\d+)\b|\blocalRank (\d+)\b")
+_ASKED_GPU = re.compile(r"\bnvidia-smi\b.*\s(?:-i|--id)[ =](\d+)\b(?!,)|^GPU (\d+): ")
+SHOWN_LINES = 20  # of what a command shows about one GPU
 _ELASTIC = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+) \(pid: (\d+)\)")
 _ROOT = re.compile(r"Root Cause \(first observed failure\)")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")
@@ -67,6 +69,16 @@ def device(line: Line) -> int | None:
     """The GPU of the node that a line names: a rank only where there is one node."""
     for pattern in (_NCCL_DEVICE, _GPU):
         if match := pattern.search(line.text):
+            return number(match)
+    return None
+
+
+def asked_about(line: Line, reader: Reader) -> int | None:
+    """The GPU that was asked for what the line shows (`nvidia-smi -q -i 5`), or that stands over it (`GPU 3: ...`)."""
+    if line.where != "log":
+        return None
+    for above in reversed(reader.lines["log"][max(0, line.index - SHOWN_LINES) : line.index]):
+        if match := _ASKED_GPU.search(above.raw):
             return number(match)
     return None
 
