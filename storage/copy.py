@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 import google_crc32c
 from msgspec import structs
 
+from storage.belongs import copy_owner, owner_of
 from storage.checkpoint import Checkpoint
 from storage.commit import CommitRef
-from storage.epoch import EpochRecord, read_epochs
+from storage.epoch import read_epochs
 from storage.errors import CoverageError, Damaged, Fenced, FormatError, NoCheckpoint, ObjectMissing
-from storage.keys import commit_name, epoch_key, pack_name, step_folder
+from storage.keys import commit_name, pack_name, step_folder
 from storage.manifest import Manifest
 from storage.objects import ByteRange, ObjectStore
-from storage.record import MAX_RECORD_BYTES, decode_record
+from storage.record import MAX_RECORD_BYTES
 from storage.run import RunStore
 from storage.verify import verify
 
@@ -79,28 +80,20 @@ def _already(destination: RunStore, source: Checkpoint) -> int | None:
 
 def _identity(source: Checkpoint) -> dict[str, object]:
     """What the epoch's record says of a copy: the same for the same state."""
-    return {"copy_of": f"{google_crc32c.value(source.manifest.encode()):08x}", "step": source.step, "from": source.store.url}
+    return copy_owner(source.store, f"{google_crc32c.value(source.manifest.encode()):08x}", source.step)
 
 
 def _epoch(destination: RunStore, source: Checkpoint, *, take_over: bool) -> int:
     """The epoch to commit in: that of an earlier try of the same copy if nobody came after it, else a new one."""
     newest, owner = read_epochs(destination.store).newest, _identity(source)
     if newest >= 0:
-        held = _owner(destination.store, newest)
+        held = owner_of(destination.store, newest)
         if held == owner:
             return newest
         if "copy_of" not in held and not take_over:
             text = f"{destination.store.url} belongs to a training run (epoch {newest}), which a copy would fence out"
             raise Fenced(f"{text}; copy to another place, or say --take-over if that run has ended", "epochs")
     return destination.take_epoch(owner=owner)
-
-
-def _owner(store: ObjectStore, epoch: int) -> dict[str, object]:
-    try:
-        key = epoch_key(epoch)
-        return decode_record(store.get(key, max_bytes=MAX_RECORD_BYTES), EpochRecord, key=key).owner
-    except (FormatError, ObjectMissing):
-        return {}
 
 
 def _commit_text(source: Checkpoint) -> str | None:

@@ -91,10 +91,16 @@ def thorough(config: Config) -> list[Check]:
         Check(name="memory", entry="recovery.probes:memory", args={"need_bytes": need}),
         Check(name="storage", entry="ftrain.compose.checks:store", args=url, limit_s=60.0),
         Check(name="clock", entry="ftrain.compose.checks:clock", args=url, limit_s=60.0),
+        *([_mirror(config)] if config.checkpoint.mirror_url else []),
         *_ports(config),
         Check(name="collective", entry="ftrain.compose.checks:collective", limit_s=60.0, remedy="see machine.interface"),
         Check(name="device", entry="ftrain.compose.checks:device", args={"name": config.machine.device}, limit_s=60.0),
     ]
+
+
+def _mirror(config: Config) -> Check:
+    args = {"config": msgspec.to_builtins(config)}
+    return Check(name="mirror", entry="ftrain.compose.mirrors:probe", args=args, limit_s=60.0)
 
 
 def _ports(config: Config) -> list[Check]:

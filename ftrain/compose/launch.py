@@ -16,6 +16,7 @@ from ftrain.compose.args import KeeperArgs, Launch
 from ftrain.compose.corpora import check_data, check_tokenizer
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
+from ftrain.compose.mirrors import check_mirror
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
 from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
@@ -63,6 +64,7 @@ def checked(
         check_tokenizer(config)
     check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
+    check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
     _check_local(local_dir(config), fingerprint(config), take_over=take_over)
     return Launch(
         config=msgspec.to_builtins(config),

@@ -22,11 +22,12 @@ from typing import Any
 from ftrain.checkpoint.messages import PackFailed, PackStored
 from ftrain.compose.committer import Committer, Job, taken
 from recovery.events import Event, StorageNotice, TierCommitted
+from storage.belongs import copy_owner, no_mirror_of
 from storage.catalog import CheckpointState
 from storage.commit import decode_commit, read_commit
 from storage.copy import copy_checkpoint
 from storage.epoch import Epochs, copy_epoch, read_epochs
-from storage.errors import NoCheckpoint, NoSpace, ObjectMissing, StorageError
+from storage.errors import Fenced, NoCheckpoint, NoSpace, ObjectMissing, StorageError
 from storage.keys import commit_name, step_folder
 from storage.objects import ObjectStore, open_store
 from storage.record import MAX_RECORD_BYTES
@@ -218,7 +219,12 @@ class Mirror:
 
 
 def mirror_checkpoint(run: RunStore, mirror: RunStore, step: int) -> int:
-    """Copy one checkpoint; the mirror's own history goes back as far as the run's has. Returns the bytes."""
+    """Copy one checkpoint; the mirror's own history goes back as far as the run's has. Returns the bytes.
+
+    `Fenced` if the place is no mirror of this run: somebody else's checkpoints are there.
+    """
+    if why := no_mirror_of(run.store, mirror.store):
+        raise Fenced(why, "epochs")
     source = run.open(step)
     behind = [info.step for info in mirror.checkpoints() if info.state is CheckpointState.VALID]
     if any(other > step for other in behind) or (step in behind and not _same(mirror, step, source.manifest.digests)):
@@ -228,7 +234,7 @@ def mirror_checkpoint(run: RunStore, mirror: RunStore, step: int) -> int:
         ]
         if tainted:
             mirror.taint(after=start, reason=tainted[0])
-        mirror.take_epoch(owner={"copy_of": "a roll-back of the run", "step": step}, starts_from=start)
+        mirror.take_epoch(owner=copy_owner(run.store, "a roll-back of the run", step), starts_from=start)
     return copy_checkpoint(source, mirror).nbytes
 
 

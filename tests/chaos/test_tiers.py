@@ -12,11 +12,13 @@ from ftrain.compose.stores import local_tier_url
 from ftrain.load import load
 from recovery.client import ask
 from recovery.events import AttemptStarted, CheckpointPassedOver, RunEnded, StorageNotice, TierCommitted
+from storage.epoch import read_epochs
 from storage.objects import open_store
 from storage.run import RunStore
 from storage.testing import flip_bit
 from tests.commands import ftrain
 from tests.runs import TinyRun, halt, kill_tree
+from tests.storage.building import SPECS, random_values, save
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
@@ -41,6 +43,18 @@ def tier(run: TinyRun) -> RunStore:
 
 def committed(run: TinyRun, name: str) -> list[int]:
     return [event.step for event in run.events() if isinstance(event, TierCommitted) and event.tier == name]
+
+
+def test_another_runs_place_as_mirror_is_refused_before_anything_is_written(run: TinyRun, tmp_path: Path) -> None:
+    other = RunStore(open_store(str(tmp_path / "mirror")))
+    save(other, random_values(SPECS, 1), step=15, epoch=other.take_epoch(owner={"host": "there"}))
+    before = [info.step for info in other.checkpoints() if info.state == "valid"]
+    code, output = run.run()
+    assert code == 3, output
+    assert "belongs to a training run" in output
+    assert [info.step for info in other.checkpoints() if info.state == "valid"] == before == [15]
+    assert read_epochs(other.store).newest == 0
+    assert not (run.local / "logs").exists()
 
 
 def test_each_tier_gets_what_its_interval_says(run: TinyRun, unbroken: dict[str, str]) -> None:
