@@ -156,6 +156,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("plan explain my.toml --rank 99", 3, "ranks 0 to"),
         ("plan explain my.toml --rank -9", 2, "x>=0"),
         ("plan explain my.toml --place 1,2", 3, "STAGE,CARD,REPLICA"),
+        ("plan explain my.toml --topic tp --svg x.svg", 2, "only zero1 has a picture"),
+        ("plan explain my.toml --topic zero1 --html x.html", 2, "none a page"),
     ],
     "plan memory": [
         ("plan memory my.toml --hardware h10", 3, "h100"),
@@ -163,7 +165,10 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("plan memory my.toml --peak -1", 2, "x>=0"),
         ("plan memory my.toml --hardware my.toml", 3, "hardware profile my.toml"),
     ],
-    "plan schedule": [("plan schedule my.toml --stages -3", 2, "x>=0"), ("plan schedule my.toml --svg nodir/x", 3, "written")],
+    "plan schedule": [
+        ("plan schedule my.toml --stages -3", 2, "x>=0"),
+        ("plan schedule my.toml --svg nodir/x", 2, "mkdir -p nodir"),
+    ],
     "plan search": [("plan search my.toml --top 0", 2, "x>=1"), ("plan search my.toml", 3, "--peak")],
     "plan simulate": [
         ("plan simulate my.toml --days inf", 2, "no number"),
@@ -179,6 +184,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"),
         ("certify my.toml --layouts tp", 3, "key=value"),
         ("certify my.toml --layouts tp=x", 3, "whole number"),
+        ("certify my.toml --out nodir/x.json", 2, "mkdir -p nodir"),
+        ("certify my.toml --out runs", 2, "is a directory"),
         ('certify my.toml --set certify.layouts=["tp=x"] --layouts tp', 3, '  tp: given "tp"; allowed: key=value'),
     ],
     "classify": [("classify nothere", 2, "does not exist")],
