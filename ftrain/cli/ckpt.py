@@ -6,7 +6,7 @@ ftrain ckpt verify runs/demo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,12 @@ def opened(url: str) -> Iterator[RunStore]:
 
     with told(url), opened_run(url) as run:
         yield run
+
+
+def require_step(run: RunStore, there: Mapping[int, str], step: int) -> None:
+    """NoCheckpoint, with its reason, if the step is not there, or not any more: that is no damage. `there`: states by step."""
+    if there.get(step) not in ("valid", "damaged", "tainted"):
+        run.open(step)
 
 
 @ckpt.command()
@@ -220,8 +226,8 @@ def verify(url: str, sample: float, as_json: bool) -> None:
     reports: dict[int, Any] = {}
     with opened(base) as run:
         there = {info.step: info.state for info in run.checkpoints()}
-        if step is not None and there.get(step) not in ("valid", "damaged", "tainted"):
-            run.open(step)  # says why it is not there (any more), which is no damage
+        if step is not None:
+            require_step(run, there, step)
         steps = [step] if step is not None else [each for each, state in there.items() if state in ("valid", "damaged")]
         for each in steps:
             try:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import render
-from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.cli.types import PLACE, POSITIVE, SOURCE
@@ -195,14 +194,18 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     """
     import msgspec
 
-    from ftrain.cli.ckpt import opened
+    from ftrain.cli.ckpt import opened, require_step
     from ftrain.compose.holder import check_holder
+    from storage.errors import NoCheckpoint
     from storage.overlay import OverlayStore
     from storage.run import RunStore
 
     with opened(url) as run:
-        if not run.checkpoints():
-            render.fail(f"{url}: no checkpoint is there.{meant(url)}", ExitCode.USAGE)
+        there = {info.step: info.state for info in run.checkpoints()}
+        if not there:
+            raise NoCheckpoint(f"{url}: no checkpoint is there")
+        for step in keep["pin"]:
+            require_step(run, there, step)
         policies, grace = _rules(run, keep)
         grace = grace if grace_s is None else grace_s
         if not policies:

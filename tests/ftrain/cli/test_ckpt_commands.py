@@ -130,6 +130,17 @@ def test_a_retired_step_is_said_to_be_gone_and_not_to_be_damaged(run: RunStore) 
     assert lost.stderr == "damage was found: a resume passes such a checkpoint over\n"
 
 
+def test_a_pin_on_a_step_that_is_not_there_is_refused_and_nothing_deleted(run: RunStore) -> None:
+    """Who mistypes the one step that is to stay would lose it."""
+    before = [info.key for info in run.store.list("checkpoints/")]
+    for words in (["--pin", "33"], ["--pin", "10", "--pin", "33", "--yes", "--grace", "0"]):
+        done = CliRunner().invoke(ckpt, ["gc", run.store.url, *words])
+        assert (done.exit_code, done.stdout) == (ExitCode.DAMAGED, "")
+        assert "no checkpoint of step 33 to load (there are 10, 20)" in done.stderr
+    assert [info.key for info in run.store.list("checkpoints/")] == before
+    assert facts("gc", run.store.url, "--pin", "10")["kept"] == [10]
+
+
 def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:
     run = RunStore(open_store(str(tmp_path / "run")))
     progress = {

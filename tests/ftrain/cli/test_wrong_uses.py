@@ -108,7 +108,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("ckpt export runs/mine@7 --to safetensors out", 4, "no checkpoint of step 7"),
     ],
     "ckpt gc": [
-        ("ckpt gc runs/mne --keep-last 1", 2, "Did you mean `runs/mine`?"),
+        ("ckpt gc runs/mne --keep-last 1", 4, "Did you mean `runs/mine`?"),
         ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
     ],
     "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
