@@ -255,6 +255,9 @@ def verify(url: str, sample: float, as_json: bool) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """Compare two checkpoints: which arrays differ, by how much, and what differs beside them. Exit code 1 if anything does.
 
+    Arrays are compared by the digests that were recorded when they were written, and only those that differ are read: damage
+    since then is `ckpt verify`'s to find.
+
     Beside the arrays: everything in a script's state (an epoch, a schedule, random generators); of a run of `ftrain run` where
     it goes on in its data. Steps, times, layouts, configs and what was measured are not compared.
 
@@ -275,7 +278,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     if as_json:
         render.json(rows)
     elif not rows:
-        render.data("equal: every array has the same digest, and everything else the same value")
+        render.data("equal: every array has the same recorded digest, and everything else the same value")
+        render.note("no array was read, so damage since it was written would not show: `ftrain ckpt verify` reads them")
     else:
         for row in rows:
             render.data(row["text"])

@@ -27,6 +27,7 @@ from storage.lease import renew
 from storage.objects import open_store
 from storage.retention import KeepLast
 from storage.run import RunStore
+from tests.commands import flip
 from tests.storage import building
 from tests.storage.building import COMPRESSIBLE, SPECS, random_values, save, smooth_values, write_packs
 
@@ -139,6 +140,20 @@ def test_a_pin_on_a_step_that_is_not_there_is_refused_and_nothing_deleted(run: R
         assert "no checkpoint of step 33 to load (there are 10, 20)" in done.stderr
     assert [info.key for info in run.store.list("checkpoints/")] == before
     assert facts("gc", run.store.url, "--pin", "10")["kept"] == [10]
+
+
+def test_diff_says_that_it_believes_the_recorded_digests(run: RunStore, tmp_path: Path) -> None:
+    """Of a copy that is damaged since it was written it says nothing, and says so."""
+    there = RunStore(open_store(str(tmp_path / "there")))
+    save(there, VALUES, step=10, epoch=there.take_epoch(owner={}))
+    pack = next(info.key for info in there.store.list("checkpoints/") if info.key.endswith(".pack"))
+    flip(tmp_path / "there" / pack, 5)
+    done = CliRunner().invoke(ckpt, ["diff", f"{run.store.url}@10", there.store.url])
+    assert done.exit_code == 0
+    assert "same recorded digest" in done.stdout
+    assert "no array was read" in done.stderr
+    assert "`ftrain ckpt verify`" in done.stderr
+    assert CliRunner().invoke(ckpt, ["verify", there.store.url]).exit_code == ExitCode.DAMAGED
 
 
 def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:
