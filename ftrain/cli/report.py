@@ -44,6 +44,8 @@ def report(run_url: str, attempt: int | None, html: Path | None, local_dir: str,
       ftrain report runs/demo --html report.html
       ftrain report runs/demo --attempt 0
     """
+    if html and attempt is not None:
+        raise click.UsageError("--html writes the page of all attempts, --attempt explains one in words: give one of them")
     from ftrain.compose.ledgers import read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
     from recovery.report import ReportError

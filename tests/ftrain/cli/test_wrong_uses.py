@@ -81,6 +81,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report runs/mne", 2, "Did you mean `runs/mine`?"),
         ("report my.toml", 2, "It is a config"),
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
+        ("report runs/mine --attempt 0 --html x.html", 2, "give one of them"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
         ("report foo://x", 2, "foo:// is not known to fsspec; give a folder, file://, s3://"),
         ("report runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
