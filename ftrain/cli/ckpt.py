@@ -49,6 +49,20 @@ def opened(url: str) -> Iterator[RunStore]:
         yield run
 
 
+def require_run(run: RunStore, url: str) -> None:
+    """NoCheckpoint if neither a checkpoint is there nor a run that might write one, as that of a script before its first."""
+    from ftrain.cli.hints import holds_run
+    from ftrain.compose.ledgers import PREFIX
+    from ftrain.compose.paths import folder_of
+    from ftrain.schemes import is_local
+    from storage.errors import NoCheckpoint
+    from storage.keys import CHECKPOINTS, EPOCHS
+
+    recorded = any(True for prefix in (EPOCHS, CHECKPOINTS, PREFIX) for _ in run.store.list(prefix))
+    if not recorded and not (is_local(url) and holds_run(folder_of(url))):
+        raise NoCheckpoint(f"{url}: no checkpoint is there, nor a run")
+
+
 def require_step(run: RunStore, there: Mapping[int, str], step: int) -> None:
     """NoCheckpoint, with its reason, if the step is not there, or not any more: that is no damage. `there`: states by step."""
     if there.get(step) not in ("valid", "damaged", "tainted"):
@@ -70,13 +84,10 @@ def ls(url: str, as_json: bool) -> None:
     """
     import msgspec
 
-    from storage.errors import NoCheckpoint
-    from storage.keys import EPOCHS
-
     with opened(url) as run:
         found = run.checkpoints()
-        if not found and not any(True for _ in run.store.list(EPOCHS)):
-            raise NoCheckpoint(f"{url}: no checkpoint is there, nor a run")
+        if not found:
+            require_run(run, url)
     if as_json:
         render.json(msgspec.to_builtins(found))
         return

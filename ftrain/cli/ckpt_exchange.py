@@ -44,6 +44,8 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
     """
     import msgspec
 
+    if compress and form != "zarr":
+        raise click.UsageError(f"--compress: {form} files are not compressed; leave it out, or export --to zarr")
     from ftrain.cli.ckpt import opened
     from ftrain.compose.exchange import export
     from ftrain.compose.stores import open_place
@@ -194,7 +196,7 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     """
     import msgspec
 
-    from ftrain.cli.ckpt import opened, require_step
+    from ftrain.cli.ckpt import opened, require_run, require_step
     from ftrain.compose.holder import check_holder
     from storage.errors import NoCheckpoint
     from storage.overlay import OverlayStore
@@ -203,7 +205,8 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     with opened(url) as run:
         there = {info.step: info.state for info in run.checkpoints()}
         if not there:
-            raise NoCheckpoint(f"{url}: no checkpoint is there")
+            require_run(run, url)
+            raise NoCheckpoint(f"{url}: no checkpoint is there yet")
         for step in keep["pin"]:
             require_step(run, there, step)
         policies, grace = _rules(run, keep)

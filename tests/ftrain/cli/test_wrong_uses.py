@@ -106,13 +106,18 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "ckpt diff": [("ckpt diff runs/mine runs/nothing", 4, "no checkpoint")],
     "ckpt export": [
         ("ckpt export runs/mine out", 2, "--to"),
+        ("ckpt export runs/mine --to safetensors out --compress", 2, "export --to zarr"),
         ("ckpt export runs/mine@7 --to safetensors out", 4, "no checkpoint of step 7"),
     ],
     "ckpt gc": [
+        ("ckpt gc runs/mine --keep-last 1", 4, "runs/mine: no checkpoint is there yet"),
         ("ckpt gc runs/mne --keep-last 1", 4, "Did you mean `runs/mine`?"),
         ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
     ],
-    "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
+    "ckpt heal": [
+        ("ckpt heal runs/mine", 2, "URL@STEP"),
+        ("ckpt heal runs/mne@3", 4, "runs/mne: no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
+    ],
     "ckpt import": [
         ("ckpt import --from safetensors nothere runs/imported", 5, "nothere: there is no such folder; give the folder"),
         ("ckpt import --from dcp nothere runs/imported --config my.toml", 5, "nothere: there is no such folder"),
@@ -123,6 +128,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ckpt ls": [
         ("ckpt ls", 2, "Missing argument"),
+        ("ckpt ls runs/mine", 0, "runs/mine: no checkpoint is there yet"),
         ("ckpt ls runs/mne", 4, "no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
     ],
     "ckpt show": [
