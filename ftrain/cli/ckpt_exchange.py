@@ -6,6 +6,7 @@ ftrain ckpt export runs/demo@150 --to safetensors out/
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -196,19 +197,13 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     """
     import msgspec
 
-    from ftrain.cli.ckpt import opened, require_run, require_step
+    from ftrain.cli.ckpt import opened
     from ftrain.compose.holder import check_holder
-    from storage.errors import NoCheckpoint
     from storage.overlay import OverlayStore
     from storage.run import RunStore
 
     with opened(url) as run:
-        there = {info.step: info.state for info in run.checkpoints()}
-        if not there:
-            require_run(run, url)
-            raise NoCheckpoint(f"{url}: no checkpoint is there yet")
-        for step in keep["pin"]:
-            require_step(run, there, step)
+        _require_pinned(run, url, keep["pin"])
         policies, grace = _rules(run, keep)
         grace = grace if grace_s is None else grace_s
         if not policies:
@@ -235,6 +230,19 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
         render.data(f"skip      {reason}")
     if not yes:
         render.note("nothing was deleted; say --yes to do it")
+
+
+def _require_pinned(run: RunStore, url: str, pinned: Sequence[int]) -> None:
+    """NoCheckpoint if there is none, or one that is to be kept is not there: it was mistyped, and would go."""
+    from ftrain.cli.ckpt import require_run, require_step
+    from storage.errors import NoCheckpoint
+
+    there = {info.step: info.state for info in run.checkpoints()}
+    if not there:
+        require_run(run, url)
+        raise NoCheckpoint(f"{url}: no checkpoint is there yet")
+    for step in pinned:
+        require_step(run, there, step)
 
 
 def _rules(run: RunStore, keep: dict[str, Any]) -> tuple[list[RetentionPolicy], float]:
