@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import glob
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from recovery.codes import ExitCode
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: how a scheduler warns of the time limit
+
+_LEFT = re.compile(rb"\S+ \S+ (?:ERROR root: |INFO root: failed: )(.+)")  # what `main` of a coordinator says as it goes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -162,6 +165,26 @@ def supervise(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def log_size(log: Path) -> int:
+    """How much a log holds; what comes behind it belongs to whoever is started now."""
+    try:
+        return log.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def why_left(log: Path, since: int) -> str:
+    """Why a coordinator left that never owned its run, so that no ledger tells it: as its log has it after byte `since`.
+
+    Empty if it is not there. Another coordinator, the one that owns the run, may write into the same file.
+    """
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(since)
+        said = [found[1] for line in file if (found := _LEFT.match(line))]
+        return said[-1].decode(errors="replace").strip() if said else ""
+    return ""
 
 
 class _Parent:

@@ -17,6 +17,9 @@ from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
+UNOWNED = (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED)
+"""How a coordinator may leave before the run is its own: then there is no attempt to be explained."""
+
 
 @click.command()
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
@@ -110,9 +113,10 @@ def run_supervised(folder: Path) -> int:
     from ftrain.cli.live_view import LiveView
     from ftrain.compose.launch import coordinator_argv
     from ftrain.compose.slurm import nodes_of_job, requeue_if_asked
-    from recovery.launch import supervise
+    from recovery.launch import log_size, supervise, why_left
 
-    view, nodes = LiveView(folder), nodes_of_job(folder)
+    log = folder / "logs" / "coordinator.log"
+    view, nodes, before = LiveView(folder), nodes_of_job(folder), log_size(log)
 
     def tick() -> None:
         view.tick()
@@ -120,16 +124,16 @@ def run_supervised(folder: Path) -> int:
             nodes.tick()
 
     try:
-        code = supervise(
-            coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick, tick_s=0.2 if view.live else 1.0
-        )
+        code = supervise(coordinator_argv(folder), log=log, on_tick=tick, tick_s=0.2 if view.live else 1.0)
     finally:
         view.close()
         if nodes is not None:
             nodes.close()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(done)
-    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+    if code in UNOWNED and (why := why_left(log, before)):
+        render.complain(why)
+    elif code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
     return code
 
