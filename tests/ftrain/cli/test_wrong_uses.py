@@ -66,7 +66,11 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("supervise -- runs", 3, "it is a folder"),
         ("supervise -- here.sh", 3, "./here.sh"),
     ],
-    "status": [("status runs/mne", 2, "Did you mean `runs/mine`?"), ("status my.toml", 2, "It is a config; its run is")],
+    "status": [
+        ("status runs/mne", 2, "Did you mean `runs/mine`?"),
+        ("status my.toml", 2, "It is a config; its run is"),
+        ("status runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
+    ],
     "save": [("save runs/nothing", 2, "no live run")],
     "stop": [("stop runs/mine", 2, "the run is not running")],
     "drain": [("drain runs/mine 0", 2, "the run is not running")],
