@@ -66,6 +66,8 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, workers
     An INPUT is a text file (one document), a folder of them (a document each), a JSONL file (a document a line) or a Parquet
     file (a document a row). Much input, or several workers: the same command goes on after an interruption.
     """
+    if out.endswith("/") or Path(out).name in ("", ".."):
+        raise click.UsageError(f"--out {out!r} is a folder: give a prefix, as in {Path(out) / 'mine'}")
     with _reported():
         if Path(out + ".idx").exists() and not replace:
             raise InputError("is there already; --replace replaces it", out + ".idx")

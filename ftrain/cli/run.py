@@ -53,7 +53,7 @@ def run(
 
     if as_json and not dry_run:
         raise click.UsageError("--json prints what --dry-run shows: give both, or see `ftrain report RUN --json`")
-    with told():
+    with told(split_step(origin or "")[0]):
         config = load(config_path, overrides)
         if dry_run:
             from ftrain.compose.corpora import check_data

@@ -50,6 +50,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.url=s3:/bucket/key --dry-run", 3, "write s3://bucket/key"),
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
+        ("run my.toml --from runs/mine@newest --set run.url=runs/new", 4, "STEP is a number, as in runs/mine@100"),
+        ("run my.toml --from runs/mne@7 --set run.url=runs/new", 4, "Did you mean `runs/mine`?"),
         ("run my.toml --json", 2, "--dry-run"),
         ('run my.toml --set certify.layouts=["tp=x"] --dry-run', 3, """certify.layouts.0: given "tp=x": tp: given 'x'"""),
         ("run my.toml --set run.url=runs/spoilt", 4, "move the segment away"),
@@ -156,6 +158,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "data inspect": [("data inspect nothere.toml", 3, "cannot be read"), ("data inspect my.toml --count 0", 2, "1<=x<=10000")],
     "data prepare": [
         ("data prepare nothere --out x", 3, "no such file"),
+        ("data prepare my.toml --out o/", 2, "--out 'o/' is a folder: give a prefix, as in o/mine"),
+        ("data prepare my.toml --out ..", 2, "give a prefix, as in ../mine"),
         ("data prepare my.toml --out x --tokenizer words", 3, "tokenizer.json"),
     ],
     "plan checkpoint": [
