@@ -19,7 +19,7 @@ import numpy as np
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import folder_of
 from ftrain.compose.stores import open_place
-from ftrain.compose.weights import weights_of
+from ftrain.compose.weights import of_a_script, weights_of
 from ftrain.config import Config, Model
 from ftrain.load import load
 from ftrain.model.names import (
@@ -96,11 +96,10 @@ def export(
 
 def _nameless(checkpoint: Checkpoint) -> str:
     """Why nothing can be exported of a script's checkpoint, and what can be done with it."""
-    step, names = checkpoint.step, [name for name in checkpoint.names if not name.startswith("random/")]
+    step = checkpoint.step
     return (
-        f"the checkpoint of step {step} is not of a model that `ftrain run` trains: its arrays have a script's own names "
-        f"({', '.join(names[:2])}, ...), Hugging Face has none for them, and any export is under its names. Each "
-        f"array under its own name: `ftrain ckpt view URL@{step}` for plain Zarr; in Python torch.distributed.checkpoint, with "
+        f"{of_a_script(checkpoint)}, Hugging Face has none for them, and any export is under its names. Each array under its "
+        f"own name: `ftrain ckpt view URL@{step}` for plain Zarr; in Python torch.distributed.checkpoint, with "
         f"`dcp.load(state, storage_reader=ftrain.DcpReader(URL, step={step}))`"
     )
 
@@ -206,8 +205,18 @@ def _there(store: ObjectStore, source: str) -> Iterator[None]:
         raise ConfigurationError(f"{source}: nothing is there; {wanted}") from error
 
 
+def _other_form(form: str, store: ObjectStore) -> str:
+    """The form of what is there, if it is plainly not the one that was named; else empty."""
+    keys = [info.key for info in store.list("") if "/" not in info.key]
+    there = {"dcp": ".metadata" in keys, "safetensors": any(key.endswith(".safetensors") for key in keys)}
+    (other,) = there.keys() - {form}
+    return other if there[other] and not there[form] else ""
+
+
 @contextmanager
 def _opened(form: str, store: ObjectStore) -> Iterator[Mapping[str, Tensor]]:
+    if other := _other_form(form, store):
+        raise ConfigurationError(f"{store.url} holds no {form} checkpoint but {other} files: say --from {other}")
     if form == "dcp":
         from storage.exchange.dcp import read_dcp
 

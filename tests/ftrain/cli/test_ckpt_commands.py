@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import ftrain
 from ftrain.cli.ckpt import ckpt
+from ftrain.cli.sample import sample
 from recovery import agent_record, paths
 from recovery.agent_record import AgentRecord
 from recovery.codes import ExitCode
@@ -228,6 +229,13 @@ def test_view_writes_what_stock_zarr_opens(run: RunStore, tmp_path: Path) -> Non
     refused = CliRunner().invoke(ckpt, ["view", run.store.url, "master/none"])
     assert refused.exit_code != 0
     assert "no array master/none" in refused.output
+
+
+def test_a_sample_of_a_scripts_checkpoint_says_why_not(tmp_path: Path) -> None:
+    done = CliRunner().invoke(sample, [script(tmp_path / "script", epoch=1)])
+    assert (done.exit_code, done.stdout) == (ExitCode.DAMAGED, "")
+    assert "not of a model that `ftrain run` trains: its arrays have a script's own names (w)" in done.stderr
+    assert "only the script knows how to run it" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is meant
