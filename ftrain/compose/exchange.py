@@ -52,6 +52,8 @@ BUCKET_BYTES = 64 * 2**20  # the default of parallel.bucket_mib: an import's til
 PROGRESS = "ftrain.json"
 LAST_OF_EXPORTS = ("model.safetensors", "model.safetensors.index.json", ".metadata", "zarr.json")
 """What each form writes when its arrays are whole: an export that was interrupted lacks it, and may be begun again."""
+BESIDE = ("config.json", PROGRESS)
+"""What an export writes after that: found without it, it is somebody else's."""
 WIDENABLE = ("bfloat16", "float16", "float32")
 
 
@@ -80,6 +82,8 @@ def export(
     """
     if found := next((key for key in LAST_OF_EXPORTS if destination.exists(key)), None):
         raise RefusedError([f"{destination.url} holds an export already ({found}), and is left as it is: give another folder"])
+    if found := next((key for key in BESIDE if destination.exists(key)), None):
+        raise RefusedError([f"{destination.url} holds a {found} already, and is left as it is: give another folder"])
     if compress and form != "zarr":
         raise ConfigurationError(f"{form} files are not compressed; leave out --compress, or export to zarr")
     tensors = list(_outgoing(checkpoint, dtype=dtype, state=state))
@@ -207,10 +211,10 @@ def _there(store: ObjectStore, source: str) -> Iterator[None]:
 
 def _other_form(form: str, store: ObjectStore) -> str:
     """The form of what is there, if it is plainly not the one that was named; else empty."""
-    keys = [info.key for info in store.list("") if "/" not in info.key]
-    there = {"dcp": ".metadata" in keys, "safetensors": any(key.endswith(".safetensors") for key in keys)}
-    (other,) = there.keys() - {form}
-    return other if there[other] and not there[form] else ""
+    if store.exists(".metadata") == (form == "dcp"):
+        return ""
+    files = any(info.key.endswith(".safetensors") and "/" not in info.key for info in store.list(""))
+    return "" if files == (form == "safetensors") else "safetensors" if files else "dcp"
 
 
 @contextmanager
