@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import glob
 import os
-import re
 import select
 import signal
 import subprocess
@@ -28,8 +27,6 @@ from recovery.codes import ExitCode
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last: how a scheduler warns of the time limit
-
-_LEFT = re.compile(rb"\S+ \S+ (?:ERROR root: |INFO root: failed: )(.+)")  # what `main` of a coordinator says as it goes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -175,16 +172,17 @@ def log_size(log: Path) -> int:
         return 0
 
 
-def why_left(log: Path, since: int) -> str:
-    """Why a coordinator left that never owned its run, so that no ledger tells it: as its log has it after byte `since`.
+def why_left(log: Path, since: int, *, held: bool) -> str:
+    """Why a coordinator left of whom no ledger tells it, as its log has it after byte `since`; empty if it is not there.
 
-    Empty if it is not there. Another coordinator, the one that owns the run, may write into the same file.
+    `held`: because another owns the run, which may write into the same file; else because storage failed it.
     """
+    mark, said = b" INFO root: failed: " if held else b" ERROR root: ", b""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(since)
-        said = [found[1] for line in file if (found := _LEFT.match(line))]
-        return said[-1].decode(errors="replace").strip() if said else ""
-    return ""
+        for line in file:
+            said = line.partition(mark)[2] or said
+    return said.decode(errors="replace").strip()
 
 
 class _Parent:

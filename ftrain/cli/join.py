@@ -60,7 +60,7 @@ def doubt(folder: Path) -> str:
     if control_folder(folder).is_dir():
         return ""
     if (folder / "local").is_dir():
-        return f"{folder} is a run's own folder; its machines share {folder / 'local'}, unless machine.shared_dir names another"
+        return f"{folder} is a run's own folder; its machines share {folder / 'local'}, unless machine.shared_dir is set"
     return "the run of this folder was started for one machine, and asks for no other" if _of_one(folder) else ""
 
 

@@ -17,9 +17,6 @@ from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
-UNOWNED = (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED)
-"""How a coordinator may leave before the run is its own: then there is no attempt to be explained."""
-
 
 @click.command()
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
@@ -131,9 +128,10 @@ def run_supervised(folder: Path) -> int:
             nodes.close()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(done)
-    if code in UNOWNED and (why := why_left(log, before)):
+    held = code == ExitCode.HELD
+    if code in (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED) and (why := why_left(log, before, held=held)):
         render.complain(why)
-    elif code not in (ExitCode.DONE, ExitCode.STOPPED):
+    if code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HELD):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
     return code
 

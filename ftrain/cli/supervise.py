@@ -152,7 +152,7 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
     view.tick()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(f"ftrain: {done}")
-    if code == ExitCode.HELD and (why := why_left(log, before)):
+    if code == ExitCode.HELD and (why := why_left(log, before, held=True)):
         render.complain(f"ftrain: {why}")
     elif code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"ftrain: logs are in {folder / 'logs'}; `ftrain report {shlex.quote(launch.url)}` explains each attempt")

@@ -78,7 +78,7 @@ def export(
     """Write a checkpoint as `form`. `dtype` float32: the masters instead of the weights. `state`: masters and moments too.
 
     `compress`: without loss; only Zarr has a word for it. Raises RefusedError where an export is already: what the new one does
-    not overwrite of it would be read as its own.
+    not overwrite of it would be read as its own; and where a config.json is that would be overwritten.
     """
     if found := next((key for key in LAST_OF_EXPORTS if destination.exists(key)), None):
         raise RefusedError([f"{destination.url} holds an export already ({found}), and is left as it is: give another folder"])

@@ -61,12 +61,13 @@ def test_of_two_supervised_starts_too(tmp_path: Path) -> None:
 
 def test_why_it_left_is_what_was_said_since(tmp_path: Path) -> None:
     log = tmp_path / "coordinator.log"
-    assert (log_size(log), why_left(log, 0)) == (0, "")
-    log.write_text("2026-01-01 00:00:00,000 ERROR root: of yesterday\n")
+    assert (log_size(log), why_left(log, 0, held=True)) == (0, "")
+    log.write_text("2026-01-01 00:00:00,000 ERROR root: of yesterday\n2026-01-01 00:00:00,000 INFO root: failed: too\n")
     before = log_size(log)
     with log.open("a") as file:
         file.write("2026-01-02 00:00:00,000 INFO ftrain.x: the winner's\n")
-    assert why_left(log, before) == ""
+    assert [why_left(log, before, held=held) for held in (True, False)] == ["", ""]
     with log.open("a") as file:
         file.write("2026-01-02 00:00:01,000 ERROR root: storage cannot be used: full\n2026-01-02 00:00:02,000 INFO a: b\n")
-    assert why_left(log, before) == "storage cannot be used: full"
+        file.write("2026-01-02 00:00:03,000 INFO root: failed: the disk is full\n")  # of which the ledger tells
+    assert why_left(log, before, held=False) == "storage cannot be used: full"

@@ -76,7 +76,7 @@ def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) 
 def test_a_folder_that_no_machines_share_is_doubted_before_the_wait(tmp_path: Path) -> None:
     (tmp_path / "run" / "local").mkdir(parents=True)
     told = ftrain("join", str(tmp_path / "run"), "--wait", "0")
-    assert f"its machines share {tmp_path / 'run' / 'local'}, unless machine.shared_dir names another" in told.stderr
+    assert f"its machines share {tmp_path / 'run' / 'local'}, unless machine.shared_dir is set" in told.stderr
     assert doubt(tmp_path / "run" / "local") == ""
     record = tmp_path / "run" / "local" / "launch.json"
     alone = "the run of this folder was started for one machine, and asks for no other"
