@@ -37,17 +37,19 @@ def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
 
 
 def _not_running(run_url: str, local_dir: str) -> str:
-    """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there."""
+    """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there.
+
+    Raises LedgerFormatError if it is damaged.
+    """
     from ftrain.compose.ledgers import read_ledger
     from ftrain.view.record import command_of
-    from recovery.ledger import LedgerFormatError
     from recovery.state import Phase, fold
     from storage.errors import StorageError
 
     try:
         events = read_ledger(run_url, local_dir)
         state = fold(events)
-    except (StorageError, LedgerFormatError):
+    except StorageError:
         return ""
     if not state.events:
         return ""

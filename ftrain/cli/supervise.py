@@ -133,9 +133,11 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
     """Keep a coordinator alive until the command is done, and show what rank 0 writes meanwhile."""
     from ftrain.compose.slurm import requeue_if_asked
     from ftrain.compose.supervise import coordinator_argv, nodes_of_job
+    from recovery.launch import log_size, why_left
     from recovery.launch import supervise as keep_alive
 
-    view, nodes = Echo(folder, launch), nodes_of_job(folder, launch)
+    log = folder / "logs" / "coordinator.log"
+    view, nodes, before = Echo(folder, launch), nodes_of_job(folder, launch), log_size(log)
 
     def tick() -> None:
         view.tick()
@@ -143,14 +145,16 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
             nodes.tick()
 
     try:
-        code = keep_alive(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick)
+        code = keep_alive(coordinator_argv(folder), log=log, on_tick=tick)
     finally:
         if nodes is not None:
             nodes.close()
     view.tick()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(f"ftrain: {done}")
-    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+    if code == ExitCode.HELD and (why := why_left(log, before, held=True)):
+        render.complain(f"ftrain: {why}")
+    elif code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"ftrain: logs are in {folder / 'logs'}; `ftrain report {shlex.quote(launch.url)}` explains each attempt")
     return code
 
