@@ -68,7 +68,7 @@ def _read(url: str) -> Recorded:
     try:
         return read(url)
     except ReportError as error:
-        render.fail(f"{url}: {error}", ExitCode.USAGE)
+        render.fail(f"{url}: {error}", ExitCode.DAMAGED)
 
 
 def _identity(url: str) -> str:

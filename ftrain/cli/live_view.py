@@ -21,6 +21,7 @@ from recovery import events
 from recovery.durations import format_duration
 from recovery.events import Event, steps_of
 from recovery.exits import exit_text
+from recovery.gaps import SegmentsMissing
 from recovery.state import RunState, apply
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ def _trouble(event: Event) -> str:
             return f"phase {event.phase} of 0 to {event.phases - 1} begins after step {event.step} ({event.layout}): {what}"
         case events.StopRequested():
             return f"stop requested by {event.by}: finishing the step, saving"
+        case SegmentsMissing():
+            return event.sentence()
         case events.RunEnded():
             where = "" if event.step is None else f" at step {event.step}"
             return f"run {event.outcome}{where}" + (f": {event.reason}" if event.reason else "")
