@@ -73,13 +73,18 @@ class Comparison:
     again: tuple[tuple[Side, Side], ...] = ()
     """More runs with A's settings and with B's."""
 
+    def runs(self) -> Iterator[tuple[str, Recorded]]:
+        """All that were given, as they are called: A, B, A2, B2, ..."""
+        for number, pair in enumerate([(self.a, self.b), *self.again], 1):
+            yield from ((f"{name}{number if number > 1 else ''}", of.run) for name, of in zip("AB", pair, strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "a": self.a.run.url,
             "b": self.b.run.url,
             "again": [[of.run.url for of in pair] for pair in self.again],
-            "missing": {name: msgspec.to_builtins(run.report.missing) for name, run in _runs(self) if run.report.missing},
+            "missing": {name: msgspec.to_builtins(run.report.missing) for name, run in self.runs() if run.report.missing},
             "command": {"a": self.a.run.command, "b": self.b.run.command},
             "rows": {row.key: row.as_dict() for row in self.rows},
             "learning": msgspec.to_builtins(self.learning),
@@ -288,20 +293,14 @@ def _history(a: Side, b: Side) -> list[Row]:
 
 def lines(found: Comparison) -> list[str]:
     """The comparison as text; rows that neither run has a value for are left out."""
-    gaps = [f"{name}: {line.strip()}" for name, run in _runs(found) for line in missing(run.report)]
-    told = [*(f"{name:2} {run.url}" for name, run in _runs(found)), *gaps, "", *_table(found), "", *_learnt(found.learning), ""]
+    gaps = [f"{name}: {line.strip()}" for name, run in found.runs() for line in missing(run.report)]
+    told = [*(f"{name:2} {run.url}" for name, run in found.runs()), *gaps, "", *_table(found), "", *_learnt(found.learning), ""]
     told += [*_config(found)]
     told += [line for name, of in (("A", found.a), ("B", found.b)) for line in _turned(name, of.turns)]
     told += ["", "what to do next"]
     for item in found.suggestions:
         told += [f"  {item.text}", *(f"      {line}" for line in item.evidence)]
     return told
-
-
-def _runs(found: Comparison) -> Iterator[tuple[str, Recorded]]:
-    """All that were given, as they are called."""
-    for number, pair in enumerate([(found.a, found.b), *found.again], 1):
-        yield from ((f"{name}{number if number > 1 else ''}", of.run) for name, of in zip("AB", pair, strict=True))
 
 
 def _config(found: Comparison) -> Iterator[str]:
