@@ -155,6 +155,7 @@ class Accounts:
         self._steps: dict[tuple[int, int], _Step] = {}
         self._kept: list[_Step] = []  # steps of the history as it stands, by step
         self._ready = (-1, 0)  # attempt, step of the last Ready
+        self._launched = False  # a supervisor is there, and no attempt yet that could be made again
         self._left = False  # a rank has done its work before anybody was told that it was ready
         self._reached: dict[int, int] = {}  # attempt -> the highest step that it is known to have come to
 
@@ -170,6 +171,7 @@ class Accounts:
             if not isinstance(event, RunStarted):
                 return
             self._cuts.append((self._now, Bucket.INITIALISATION))
+            self._launched = True
             return
         self._end_backoff()
         for record in steps_of(event):
@@ -244,7 +246,8 @@ class Accounts:
             case AttemptStarted():
                 self._left = False
                 if mode is not Bucket.INITIALISATION:
-                    self._switch(Bucket.RESTART)
+                    self._switch(Bucket.INITIALISATION if self._launched else Bucket.RESTART)
+                self._launched = False
             case Ready():
                 self._is_ready(event)
             case ProcessDied():
@@ -264,7 +267,7 @@ class Accounts:
                     self._roll_back(event.step)
 
     def _run_started(self, event: RunStarted, before: int) -> None:
-        mode = self._cuts[-1][1]
+        mode, self._launched = self._cuts[-1][1], not event.readopted
         self._switch(Bucket.ABSENT, before)
         self._switch(mode if event.readopted and mode is not Bucket.ABSENT else Bucket.INITIALISATION)
 
