@@ -22,6 +22,7 @@ from recovery.durations import format_duration
 from recovery.events import Event, steps_of
 from recovery.exits import exit_text
 from recovery.gaps import SegmentsMissing
+from recovery.places import Place
 from recovery.state import RunState, apply
 
 if TYPE_CHECKING:
@@ -194,9 +195,9 @@ def _trouble(event: Event) -> str:
         case events.Decided():
             return f"decision: {event.action}: {event.reason}"
         case events.PlaceLost():
-            return f"place {event.node}/{event.slot} is taken away: {event.reason}"
+            return f"{Place(node=event.node, slot=event.slot).described()} is taken away: {event.reason}"
         case events.PlaceReturned():
-            return f"place {event.node}/{event.slot} is back: {event.reason}"
+            return f"{Place(node=event.node, slot=event.slot).described()} is back: {event.reason}"
         case events.LayoutChosen():
             return f"layout {event.was} -> {event.layout}: {event.reason}; costs {event.costs}"
         case events.PhaseBegan():
