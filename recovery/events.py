@@ -58,6 +58,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     epoch: int = 0
     readopted: bool = False
     origin: str = ""
+    after: str | None = None  # the ledger's newest segment at that time (empty: it is the first; None: not told)
 
 
 class ConfigChanged(Event, frozen=True, kw_only=True):
@@ -192,8 +193,7 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True):
     epoch: int = 0
     nbytes: int = 0
     seconds: float = 0.0
-    retries: int = 0
-    """Requests that storage had to be asked again, over all writers."""
+    retries: int = 0  # requests that storage had to be asked again, over all writers
 
 
 class TierCommitted(Event, frozen=True, kw_only=True):

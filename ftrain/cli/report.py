@@ -5,6 +5,7 @@ ftrain report runs/demo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
     from ftrain.view.record import Recorded
-    from recovery.events import AnyEvent
+    from recovery.events import Event
 
 
 @click.command()
@@ -67,7 +68,7 @@ def report(run_url: str, attempt: int | None, html: Path | None, local_dir: str,
             render.fail(f"{run_url}: {error}", ExitCode.DAMAGED)
 
 
-def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None:
+def _require_attempt(run_url: str, events: Sequence[Event], attempt: int) -> None:
     """Leaves with a sentence if the run had no such attempt."""
     last = max((event.attempt for event in events), default=-1)
     if not 0 <= attempt <= last:
@@ -75,7 +76,7 @@ def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None
         render.fail(f"{run_url}: there is no attempt {attempt}; attempts: {there}", ExitCode.USAGE)
 
 
-def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: Path | None, as_json: bool) -> None:
+def _whole(run_url: str, events: Sequence[Event], folder: Path, *, html: Path | None, as_json: bool) -> None:
     """The report of all attempts, with what the planner had said of them."""
     from ftrain.compose.packets import waiting
     from ftrain.view import grade, pace, script, went

@@ -15,6 +15,7 @@ from ftrain.compose.skips import missed, ranges
 from ftrain.compose.stores import open_configured
 from ftrain.config import Config
 from recovery.events import Event, PlaceLost, PlaceReturned
+from recovery.gaps import SegmentsMissing
 from recovery.places import WHOLE_NODE, Place
 from recovery.state import fold
 from storage.errors import StorageError
@@ -64,6 +65,9 @@ def reminders(config: Config) -> Iterator[str]:
         events = read_ledger(config.run.url, config.run.local_dir)
     except StorageError:
         return
+    for event in events:
+        if isinstance(event, SegmentsMissing):
+            yield f"{event.sentence()}. Checkpoints are apart from it; `ftrain report` says what is left of the books"
     gone = away(events, time.time())
     yield from (it.line(config.run.url) for it in gone)
     if gone:

@@ -33,7 +33,7 @@ from recovery.coordinator import Coordinator
 from recovery.events import Event
 from recovery.files import replace_file
 from recovery.launch import python
-from recovery.ledger import Ledger, read_all
+from recovery.ledger import Ledger, read_past
 from recovery.network import NoInterfaceError, interface_address, names_of, usual_names
 from recovery.notice import Lookout, sources
 from recovery.owner import claim
@@ -164,7 +164,8 @@ def compose(folder: Path, launch: CommandLaunch) -> Coordinator:
     )
 
     def open_ledger(epoch: int) -> tuple[Ledger, RunState]:
-        return Ledger(folder / "ledger", None, epoch), fold(read_all(folder / "ledger"))
+        past, newest = read_past(folder / "ledger")
+        return Ledger(folder / "ledger", None, epoch, after=newest), fold(past)
 
     def on_event(event: Event) -> None:
         packets.on_event(event)
