@@ -18,18 +18,16 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.mirrors import check_mirror
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
-from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir
+from ftrain.compose.paths import CONFIGURED, absolute_url, local_dir
+from ftrain.compose.residence import check_free, check_tenant
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
 from ftrain.load import fingerprint
-from recovery.agent_record import living_agent
 from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError, names_of
-from recovery.owner import claim
 from recovery.rendezvous import control_folder
-from storage.errors import ConfigurationError
 from storage.objects import check_store
 from storage.run import RunStore
 
@@ -52,6 +50,7 @@ def checked(
     limit_traffic(config)
     store = open_configured(config.storage, config.run.url)
     try:
+        check_tenant(config, store)
         check_store(store)
         check_holder(store, take_over=take_over)
         found = resume.look(RunStore(store), config)
@@ -65,7 +64,7 @@ def checked(
     check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
-    _check_local(local_dir(config), fingerprint(config), take_over=take_over)
+    check_free(config, take_over=take_over)
     return Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
@@ -108,37 +107,6 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
         control=str(control_folder(shared_dir(config, folder))) if config.checkpoint.peer_copy else "",
         interfaces=names_of(config.machine.interface),
     )
-
-
-def check_agent(folder: Path, wanted: str) -> None:
-    """An agent that outlived its coordinator has workers that step on under the config they were started with."""
-    agent = living_agent(folder)
-    if agent is None or not (folder / CONFIGURED).exists():
-        return
-    had = msgspec.json.decode((folder / CONFIGURED).read_bytes(), type=Launch)
-    if had.fingerprint != wanted:
-        raise RefusedError(
-            [
-                f"workers of this run still step under another config (agent: process {agent.pid}): go on with that config, "
-                f"or wait {had.config['recovery']['lease_s']:g} s (recovery.lease_s) until the agent ends them"
-            ]
-        )
-
-
-def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
-    """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts.
-
-    `wanted`: the fingerprint of the config.
-    """
-    if (folder / SUPERVISED).exists():
-        raise RefusedError([f"{folder} is the folder of a supervised command (`ftrain supervise`): give run.url another place"])
-    try:
-        claim(folder, take_over=take_over).release()
-        check_agent(folder, wanted)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"
-        ) from error
 
 
 def check_network(config: Config) -> None:
