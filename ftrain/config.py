@@ -61,8 +61,8 @@ class Run(Section, frozen=True, kw_only=True):
     local_dir: Annotated[
         str,
         Meta(
-            description="folder on a local disk, of this run alone, for logs, sockets and the ledger's open segment; empty: inside "
-            "`url` if that is a local folder, else a per-user cache folder",
+            description="folder on a local disk, of this run alone, for logs, sockets and the ledger's open segment; empty: "
+            "inside `url` if that is a local folder, else a per-user cache folder",
             extra=FREE,
         ),
     ] = ""

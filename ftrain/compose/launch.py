@@ -18,9 +18,10 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.mirrors import check_mirror
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
+from ftrain.compose.origin import Origin, check_other, resolve
 from ftrain.compose.paths import CONFIGURED, absolute_url, local_dir
 from ftrain.compose.residence import check_free, check_tenant
-from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
+from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
 from ftrain.load import fingerprint
 from recovery.files import replace_file
@@ -36,7 +37,7 @@ def checked(
     config: Config,
     *,
     accept_change: bool,
-    origin: tuple[str, int | None] | None,
+    origin: Origin | None,
     take_over: bool,
     command: str = "",
 ) -> Launch:
@@ -45,6 +46,8 @@ def checked(
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     config = with_absolute_url(config)
+    if origin is not None:
+        check_other(origin, config)
     check_data(config, prepare=True, tokenizer=False)
     check_memory(config)
     limit_traffic(config)
@@ -62,7 +65,7 @@ def checked(
     if found.step is None:
         check_tokenizer(config)
     check_network(config)
-    source = resolve_origin(origin) if origin is not None and found.step is None else None
+    source = resolve(origin, config) if origin is not None and found.step is None else None
     check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
     check_free(config, take_over=take_over)
     return Launch(
@@ -136,13 +139,6 @@ def with_absolute_url(config: Config) -> Config:
         run=replace(config.run, url=absolute_url(config.run.url)),
         checkpoint=replace(checkpoint, **others),
     )
-
-
-def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
-    """The checkpoint another run is to be continued from; raises NoCheckpoint if it is not there."""
-    url, step = absolute_url(origin[0]), origin[1]
-    with opened_run(url) as run:
-        return url, run.open(step).step
 
 
 def check_memory(config: Config) -> None:

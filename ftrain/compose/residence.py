@@ -23,7 +23,7 @@ from recovery.owner import claim
 from storage.errors import ConfigurationError
 from storage.objects import ObjectStore
 
-__all__ = ["check_free", "check_tenant"]
+__all__ = ["check_free", "check_tenant", "same_place"]
 
 
 def check_tenant(config: Config, store: ObjectStore) -> None:
@@ -32,7 +32,7 @@ def check_tenant(config: Config, store: ObjectStore) -> None:
     if (folder / SUPERVISED).exists():
         raise RefusedError([f"{folder} is the folder of a supervised command (`ftrain supervise`): give run.url another place"])
     before = _launched(folder)
-    if before is None or _same_place(was := before.config["run"]["url"], url):
+    if before is None or same_place(was := before.config["run"]["url"], url):
         return
     if folder == local_dir_of(url) and not before.config["run"]["local_dir"]:
         return  # the run's own, inside it: they were moved together
@@ -55,7 +55,7 @@ def _launched(folder: Path) -> Launch | None:
         return None
 
 
-def _same_place(one: str, other: str) -> bool:
+def same_place(one: str, other: str) -> bool:
     """Whether two absolute URLs name the same run, by whatever links."""
     if is_local(one) and is_local(other):
         return os.path.realpath(folder_of(one)) == os.path.realpath(folder_of(other))
