@@ -491,7 +491,13 @@ class Recovery(Section, frozen=True, kw_only=True):
         Meta(ge=0, description="places of this machine kept warm beyond parallel.ranks, to take a lost one's part", extra=FREE),
     ] = 0
     layout_hold_s: Annotated[
-        float, Meta(ge=0, description="a layout is kept at least this long before the run grows back", extra=FREE)
+        float,
+        Meta(
+            ge=0,
+            description="a layout is kept at least this long before the run is interrupted to grow onto a place or a node that "
+            "is back by itself; `ftrain admit` acts at once",
+            extra=FREE,
+        ),
     ] = 60.0
     straggler: Annotated[
         Literal["report", "restart", "exclude"],

@@ -152,7 +152,7 @@ def drain(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
 @local_option
 @json_option
 def admit(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
-    """Give PLACE back to a live RUN, which grows at the next step boundary if it had shrunk.
+    """Give PLACE back to a live RUN, which grows at the next step boundary if it had shrunk, without waiting for layout_hold_s.
 
     \b
     Example:

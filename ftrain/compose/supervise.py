@@ -172,7 +172,7 @@ def compose(folder: Path, launch: CommandLaunch) -> Coordinator:
         delegate.on_event(event)
 
     packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
-    limits = Limits(max_restarts=launch.max_restarts)
+    limits = Limits(max_restarts=launch.max_restarts, layout_hold_s=0.0)  # no option says how long: a node is taken up at once
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 
