@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 AT_ONCE = 1 << 20
 
 
+def _patterns(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The regular expressions, if they are some and name a step."""
+    from ftrain.compose.patterns import PatternError, compiled
+
+    try:
+        compiled(given)
+    except PatternError as error:
+        raise click.UsageError(str(error), context) from error
+    return given
+
+
 @click.command(context_settings={"allow_interspersed_args": False})  # the rest belongs to the command
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--run", "url", default="", metavar="DIR", help="The run's folder (default: runs/ and the script's name).")
@@ -35,6 +46,7 @@ AT_ONCE = 1 << 20
     "--progress-pattern",
     "patterns",
     multiple=True,
+    callback=_patterns,
     metavar="REGEX",
     help="Lines that name a finished step: 'step (?P<step>\\d+).*loss (?P<loss>[\\d.]+)'.",
 )

@@ -23,7 +23,6 @@ from ftrain.compose.exporter import Exporter
 from ftrain.compose.nodes import NodeArgs, check_port, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir_of
-from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.slurm import REQUEUE, JobNodes, ask_for_requeue, join_command
 from ftrain.compose.webhook import tell
 from ftrain.config import Slurm
@@ -86,10 +85,6 @@ def check(launch: CommandLaunch) -> None:
         raise RefusedError(["there is no command: ftrain supervise [options] -- python train.py ..."])
     if why := no_program(launch.argv[0]):
         raise RefusedError([f"{launch.argv[0]!r} is no program: {why}"])
-    try:
-        compiled(launch.patterns)
-    except PatternError as error:
-        raise RefusedError([str(error)]) from error
     if not is_local(launch.url):
         raise RefusedError(
             [f"--run {launch.url}: the folder of a supervised run is in a file system; a script may save anywhere"]
