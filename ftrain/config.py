@@ -514,7 +514,11 @@ class Recovery(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="windows of 20 steps in a row after which it is one", extra=FREE)
     ] = 3
     notice: Annotated[
-        str, Meta(description="file or http URL that says when this machine is taken away; empty: none", extra=FREE)
+        str,
+        Meta(
+            description="file, or http URL, that says when the machine is taken away (forms: docs/recovery.md); empty: none",
+            extra=FREE,
+        ),
     ] = ""
     notice_poll_s: Annotated[
         float, Meta(gt=0, description="how often notices and the scheduler's time limit are looked at", extra=FREE)
