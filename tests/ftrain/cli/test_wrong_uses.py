@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from ftrain.cli import entry
+from ftrain.cli import entry, slips
 from ftrain.cli.entry import COMMANDS, cli
 from ftrain.cli.reference import walk
 from ftrain.cli.types import PLACE
@@ -370,6 +370,41 @@ def test_a_half_typed_command_is_recognised(place: Path, name: str) -> None:
     done = use(place, name[:-1])
     assert done.exit_code == 2
     assert "Did you mean" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train my.toml", "Did you mean 'run'?"),
+        ("resume my.toml", "Did you mean 'run'?"),
+        ("rnu my.toml", "Did you mean 'run'?"),
+        ("reprot runs/mine", "Did you mean 'report'?"),
+        ("frobnicate", "Commands: run, supervise, "),
+        ("run my.toml --resume", "`ftrain run CONFIG` goes on with a run that exists"),
+        ("run my.toml --nproc 2", "--set parallel.ranks=N"),
+        ("run my.toml --dryrun", "Did you mean '--dry-run'?"),
+        ("ckpt ls runs/mine --jsn", "Did you mean '--json'?"),
+        ("supervise --nproc-per-node 2 -- true", "Did you mean '--nproc'?"),
+    ],
+)
+def test_what_was_meant_is_said(place: Path, words: str, meant: str) -> None:
+    done = use(place, words)
+    assert done.exit_code == 2
+    assert meant in done.output
+
+
+def test_a_word_that_only_has_letters_in_common_is_not_suggested(place: Path) -> None:
+    for words in ("run my.toml --zeal", "frobnicate", "status runs/mine --resume"):
+        done = use(place, words)
+        assert done.exit_code == 2
+        assert "Did you mean" not in done.output
+
+
+def test_every_word_of_another_program_leads_to_a_command_of_ours() -> None:
+    assert set(slips.COMMANDS.values()) <= set(COMMANDS)
+    assert not set(slips.COMMANDS) & set(COMMANDS)
+    ours = {(path[-1], option) for path, command in walk(cli, ()) for it in command.params for option in it.opts}
+    assert not set(slips.OPTIONS) & ours
 
 
 def test_a_fault_of_ours_keeps_its_traceback_out_of_sight(capsys: pytest.CaptureFixture[str]) -> None:
