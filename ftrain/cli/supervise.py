@@ -105,14 +105,15 @@ def supervise(**given: Any) -> None:
       ftrain supervise --nnodes 2 --nproc 8 --run /shared/runs/mine -- python train.py
     """
     from ftrain.compose.supervise import made_by_another, prepare
+    from recovery.logs import misread
 
     command = ["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]] if "supervise" in sys.argv else []
     launch = launch_of(given, shlex.join(command))
     with told():
         other = made_by_another(launch)
         folder = prepare(launch)
-    if other:
-        render.note(f"ftrain: {other}")
+    for said in filter(None, (other, misread(os.environ))):
+        render.note(f"ftrain: {said}")
     sys.exit(run_supervised(folder, launch))
 
 

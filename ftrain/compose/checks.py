@@ -21,6 +21,7 @@ from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
 from ftrain.phases import most_ranks
 from ftrain.schemes import is_local
+from recovery import logs
 from recovery.notice import read_time
 from recovery.ports import can_bind
 from recovery.preflight import Check, Concern, Result, examine
@@ -151,7 +152,8 @@ def before_start(config: Config) -> list[str]:
     bad = [result.line() for result in found if result.bad]
     if bad:
         raise UnfitError(["this machine is not fit for the run (`ftrain doctor` asks more):", *bad])
-    return [result.line() for result in found if result.status == "warning"]
+    unread = logs.misread(os.environ)
+    return [*(result.line() for result in found if result.status == "warning"), *([unread] if unread else [])]
 
 
 def timeouts(config: Config, env: Mapping[str, str], now_t: float) -> Timeouts:

@@ -211,6 +211,14 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_limit_of_the_logs_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTRAIN_LOG_MIB", "abc")
+    with supervised(tmp_path, "true") as script:
+        code, _, err = script.wait()
+    assert code == 0
+    assert "ftrain: FTRAIN_LOG_MIB=abc: allowed: a whole number of MiB" in err
+
+
 def test_a_run_of_a_config_leaves_the_folder_of_a_script_alone(tmp_path: Path) -> None:
     with supervised(tmp_path, "true") as script:
         assert script.wait()[0] == 0
