@@ -18,6 +18,7 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
 from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir
+from ftrain.compose.standing import really_changed
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
 from ftrain.config import Config
 from ftrain.load import fingerprint
@@ -67,7 +68,7 @@ def checked(
     return Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
-        changes=list(found.recorded()),
+        changes=[dict(change) for change in really_changed(config, found.recorded())],
         origin_url=source[0] if source else "",
         origin_step=source[1] if source else 0,
         take_over=take_over,
