@@ -42,7 +42,9 @@ def _not_running(run_url: str, local_dir: str) -> str:
     Raises LedgerFormatError if it is damaged.
     """
     from ftrain.compose.ledgers import read_ledger
+    from ftrain.compose.paths import absolute_url, local_dir_of
     from ftrain.view.record import command_of
+    from recovery.owner import read_owner
     from recovery.state import Phase, fold
     from storage.errors import StorageError
 
@@ -57,6 +59,9 @@ def _not_running(run_url: str, local_dir: str) -> str:
         return _script_not_running(state, run_url)
     again = "`ftrain run CONFIG` with more run.steps" if state.outcome == "finished" else "`ftrain run CONFIG`"
     then = f"{again} goes on with it, `ftrain report {run_url}` explains"
+    folder = local_dir_of(absolute_url(run_url), local_dir)
+    if (owner := read_owner(folder)) is not None and owner.lives_elsewhere(str(folder)):
+        return f"it is a copy: {owner.describe()}, runs the one that it was made of, in {owner.place}; ask for that one"
     if state.phase is not Phase.ENDED:
         where = f"its coordinator does not answer; its ledger goes to step {state.step}"
         return f"{where}: ask again in a moment, it may be restarting; if it is gone, {then}"

@@ -21,6 +21,7 @@ from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_di
 from ftrain.compose.origin import Origin, check_other, resolve
 from ftrain.compose.paths import CONFIGURED, absolute_url, local_dir
 from ftrain.compose.residence import check_free, check_tenant
+from ftrain.compose.standing import really_changed
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
 from ftrain.load import fingerprint
@@ -71,7 +72,7 @@ def checked(
     return Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
-        changes=list(found.recorded()),
+        changes=[dict(change) for change in really_changed(config, found.recorded())],
         origin_url=source[0] if source else "",
         origin_step=source[1] if source else 0,
         take_over=take_over,
