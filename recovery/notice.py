@@ -52,7 +52,7 @@ def read_notice(text: str, *, by: str) -> Notice | None:
     class_ = "host_maintenance" if "MAINTENANCE" in said.upper() else "preemption"
     try:
         record = json.loads(said)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = said
     if isinstance(record, dict) and isinstance(record.get("Events"), list):
         return _of_events(record["Events"], by)

@@ -87,30 +87,34 @@ def read_cases(file: Path) -> Iterator[Evidence]:
     if report := _error_report(whole):
         yield Evidence(id=file.name, log=report.log())
         return
-    found = _decoded(file, whole)
-    _note_unknown(file, (field for _, fields in found for field in fields))
-    yield from (case for case, _ in found)
+    told = set[str]()
+    for case, fields in _decoded(file, whole):
+        _note_unknown(file, fields, told)
+        yield case
 
 
-def _decoded(file: Path, whole: bytes) -> list[tuple[Evidence, Fields]]:
+def _decoded(file: Path, whole: bytes) -> Iterator[tuple[Evidence, Fields]]:
     """Each case, with its fields as they are called there."""
     if whole.startswith(b"["):
         cases = msgspec.json.decode(whole, type=list[Evidence])
-        return list(zip(cases, msgspec.json.decode(whole, type=list[Fields]), strict=True))
+        yield from zip(cases, msgspec.json.decode(whole, type=list[Fields]), strict=True)
+        return
     try:
-        return [(msgspec.json.decode(whole, type=Evidence), msgspec.json.decode(whole, type=Fields))]
+        yield msgspec.json.decode(whole, type=Evidence), msgspec.json.decode(whole, type=Fields)
     except msgspec.DecodeError:
-        lines = [(number, line) for number, line in enumerate(whole.splitlines(), start=1) if line.strip()]
-        return [(_case(file, number, line), msgspec.json.decode(line, type=Fields)) for number, line in lines]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            if line.strip():
+                yield _case(file, number, line), msgspec.json.decode(line, type=Fields)
 
 
-def _note_unknown(file: Path, fields: Iterable[str]) -> None:
+def _note_unknown(file: Path, fields: Iterable[str], told: set[str]) -> None:
     """Once for each: a field by another name is evidence that nobody weighs, and the verdict the weaker for it."""
     known = Evidence.__struct_fields__
-    for name in dict.fromkeys(field for field in fields if field not in known and field not in _BESIDE):
+    for name in (field for field in fields if field not in told | _BESIDE | set(known)):
         near = slip(name, known)
         meant = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
         render.note(f"{file}: the field {name} is not looked at; {meant}")
+        told.add(name)
 
 
 def _stdin() -> IO[bytes]:

@@ -73,6 +73,15 @@ def test_a_field_that_nobody_looks_at_is_told_once(tmp_path: Path, form: Callabl
     ]
 
 
+def test_the_lines_before_one_that_is_no_case_have_their_verdicts(tmp_path: Path) -> None:
+    file = tmp_path / "cases"
+    file.write_text("\n".join([json.dumps(OOM), json.dumps(CRASH), "no case"]))
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert result.exit_code == 2
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["a", "b"]
+    assert "line 3: not a case" in result.stderr
+
+
 @pytest.mark.parametrize("name", ["interruptions.jsonl", "unseen.jsonl", "composed.jsonl"])
 def test_the_open_cases_have_no_such_field(name: str) -> None:
     result = CliRunner().invoke(classify, [str(Path(__file__).parents[2] / "recovery/cases" / name), "--json"])
