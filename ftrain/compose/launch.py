@@ -27,7 +27,7 @@ from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError, names_of
-from recovery.owner import claim
+from recovery.owner import Claim, claim
 from recovery.rendezvous import control_folder
 from storage.errors import ConfigurationError
 from storage.objects import check_store
@@ -41,8 +41,9 @@ def checked(
     origin: tuple[str, int | None] | None,
     take_over: bool,
     command: str = "",
-) -> Launch:
+) -> tuple[Launch, Claim]:
     """What the coordinator is to read, once everything that can be checked is; nothing of an earlier start is overwritten.
+    And the run itself, to be handed to the coordinator: until then nobody else may write what that will read.
 
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
@@ -65,8 +66,8 @@ def checked(
     check_network(config)
     source = resolve_origin(origin) if origin is not None and found.step is None else None
     check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
-    _check_local(local_dir(config), fingerprint(config), take_over=take_over)
-    return Launch(
+    held = _claim_local(local_dir(config), fingerprint(config), take_over=take_over)
+    launch = Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
         changes=list(found.recorded()),
@@ -75,6 +76,7 @@ def checked(
         take_over=take_over,
         command=command,
     )
+    return launch, held
 
 
 def write(launch: Launch, config: Config) -> Path:
@@ -125,7 +127,7 @@ def check_agent(folder: Path, wanted: str) -> None:
         )
 
 
-def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
+def _claim_local(folder: Path, wanted: str, *, take_over: bool) -> Claim:
     """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts.
 
     `wanted`: the fingerprint of the config.
@@ -133,8 +135,13 @@ def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
     if (folder / SUPERVISED).exists():
         raise RefusedError([f"{folder} is the folder of a supervised command (`ftrain supervise`): give run.url another place"])
     try:
-        claim(folder, take_over=take_over).release()
-        check_agent(folder, wanted)
+        held = claim(folder, take_over=take_over)
+        try:
+            check_agent(folder, wanted)
+        except BaseException:
+            held.release()
+            raise
+        return held
     except OSError as error:
         raise ConfigurationError(
             f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"
