@@ -138,6 +138,20 @@ def test_without_elastic_a_lost_place_ends_the_run_for_another_machine(corpus: s
     with no_process_left(run):
         code, output = run.run("--set", "recovery.elastic=false")
     assert code == ExitCode.RETRY_ELSEWHERE, output
+    said = " ".join(output.split())
+    assert "the run cannot go on without localhost/1: 3 places left for 4 ranks, and recovery.elastic is false, so" in said
+
+
+@pytest.mark.slow
+def test_a_place_that_the_breaker_keeps_is_named_on_the_screen_and_in_the_report(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=blamed(7, 1))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == ExitCode.RETRY_ELSEWHERE, output
+    stays = "localhost/1 is not left out: 1 of 2 places would be, more than recovery.breaker_share = 0.25 allows"
+    for text in (output, ftrain("report", run.url).stdout):
+        assert stays in " ".join(text.split())
+        assert "the only node" not in text
 
 
 @pytest.mark.slow
