@@ -62,7 +62,8 @@ def judge(
             skip=earlier.skip,
         )
     else:
-        decision = decide(verdict, journal.state.history, limits, doubted=journal.state.doubted(number))
+        history, now_t = journal.state.history, time.time()
+        decision = decide(verdict, history, limits, doubted=journal.state.doubted(number), now_t=now_t)
         if why := spared(verdict, decision):
             decision = replace(decision, reason=f"{decision.reason}; {why}")
         _record(journal, verdict, decision, number, verdict_id)
