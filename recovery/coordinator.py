@@ -20,7 +20,7 @@ from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate
 from recovery.desk import Desk
-from recovery.endings import Ending, ending_of, unsaved
+from recovery.endings import ONLY_NODE, Ending, ending_of, unsaved
 from recovery.handling import Handling
 from recovery.inquest import Inquest
 from recovery.inquiry import decided_before
@@ -176,9 +176,9 @@ class Coordinator:
             case = self._inquest.conclude(result)
             previous = case.info
             # what a lost node held is gone by itself, and where there are many, another may come
-            on = case.info.agent_survived and self.desk.elastic.blame(case.verdict, case.decision)
-            num_nodes = 2 if on or self.spec.fleet is not None else 1
-            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=num_nodes)
+            kept = self.desk.elastic.blame(case.verdict, case.decision) if case.info.agent_survived else ONLY_NODE
+            num_nodes = 2 if not kept or self.spec.fleet is not None else 1
+            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=num_nodes, kept=kept)
             if ending is None and self.loop.wait_for(self._stop_asked, case.decision.wait_s):
                 ending = self._stopped()
             if ending is not None:

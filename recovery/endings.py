@@ -22,6 +22,8 @@ CODE_OF_CLASS = {
     "object_store_network": ExitCode.STORAGE,
     "object_store_throttle": ExitCode.STORAGE,
 }
+ONLY_NODE = "this is the only node"
+"""Why a place that is to be left out stays, where nothing more is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,13 @@ class Ending:
     reason: str = ""
 
 
-def ending_of(decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes: int = 1) -> Ending | None:
-    """What a decision means for the run: its end, or None if another attempt is to be made."""
+def ending_of(
+    decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes: int = 1, kept: str = ONLY_NODE
+) -> Ending | None:
+    """What a decision means for the run: its end, or None if another attempt is to be made.
+
+    `kept`: why the place that is to be left out was not.
+    """
     if stopping:
         reason = f"stopped while handling an interruption: {decision.reason}"
         return Ending(code=ExitCode.STOPPED, outcome="stopped", reason=reason)
@@ -46,7 +53,8 @@ def ending_of(decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes
             code = CODE_OF_CLASS.get(verdict.class_, ExitCode.GIVEN_UP)
             return Ending(code=code, outcome="given_up" if given_up else "failed", reason=decision.reason)
         case "restart_exclude_node" if num_nodes == 1:
-            reason = f"{decision.reason}; this is the only node, so the run must go on elsewhere"
+            said = decision.reason if kept in decision.reason else f"{decision.reason}; {kept}"
+            reason = f"{said}, so the run must go on elsewhere"
             return Ending(code=ExitCode.RETRY_ELSEWHERE, outcome="failed", reason=reason)
     return None
 

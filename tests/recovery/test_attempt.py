@@ -177,6 +177,21 @@ def test_with_other_nodes_an_excluded_one_is_no_end():
     assert ending_of(decision, verdict("gpu_lost"), stopping=False, num_nodes=2) is None
 
 
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ("this is the only node", "r; this is the only node, so the run must go on elsewhere"),
+        ("no layout is left", "r; no layout is left, so the run must go on elsewhere"),
+        ("r", "r, so the run must go on elsewhere"),
+    ],
+)
+def test_an_end_for_another_machine_says_why_once(kept: str, expected: str):
+    decision = Decision(action="restart_exclude_node", reason="r")
+    ending = ending_of(decision, verdict("gpu_lost"), stopping=False, kept=kept)
+    assert ending is not None
+    assert ending.reason == expected
+
+
 def test_an_outbox_forgets_only_what_is_acknowledged():
     box = Outbox(limit_bytes=1000)
     for number in range(3):
@@ -253,9 +268,11 @@ def test_whenever_a_coordinator_dies_its_verdict_has_a_decision(tmp_path: Path, 
             ended.exited(exited(rank, 1))
         evidence = ended.complete(Evidence(), (), "n1")
         journal = Journal(ledger, RunState())
-        judge(journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, incidents=tmp_path / "incidents")
+        judge(journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, spared=lambda *_: "it stays")
     assert written == [["InterruptionClassified", "Decided"]]
     assert [past.action for past in journal.state.interruptions] == ["restart"]
+    assert journal.state.last_decision is not None
+    assert journal.state.last_decision.reason.endswith("; it stays"), "what overrules a decision is in the ledger with it"
 
 
 def test_the_age_of_a_beat_goes_on_after_it_was_looked_at() -> None:
