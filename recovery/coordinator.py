@@ -20,7 +20,7 @@ from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate
 from recovery.desk import Desk
-from recovery.endings import Ending, ending_of, unsaved
+from recovery.endings import Ending, ending_of, unsaved, unstored
 from recovery.handling import Handling
 from recovery.inquest import Inquest
 from recovery.inquiry import decided_before
@@ -362,8 +362,7 @@ class Coordinator:
             return Trouble()
         self._handling.end_attempt()
         if lost or not drained:
-            reason = lost or f"the last state is not in storage after {limit_s:g} s of waiting"
-            return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)
+            return unstored(lost, limit_s, hurry=self.desk.hurry)
         return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
 
     def _made_way(self) -> AttemptEndInfo:

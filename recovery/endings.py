@@ -56,3 +56,15 @@ def unsaved(ending: Ending) -> Ending:
     if ending.code is not ExitCode.STOPPED:
         return ending
     return replace(ending, code=ExitCode.RETRY_SAME, reason=f"{ending.reason}; the newest state did not reach storage")
+
+
+def unstored(lost: str, waited_s: float, *, hurry: bool) -> Ending:
+    """All workers have left well, and their last state is not in storage: why it never will be (`lost`), or nobody knows yet.
+    If it was not given its time (`hurry`), nothing can be said against storage.
+    """
+    if hurry and not lost:
+        return unsaved(
+            Ending(code=ExitCode.STOPPED, outcome="stopped", reason="asked again while the last state was on its way")
+        )
+    reason = lost or f"the last state is not in storage after {waited_s:g} s of waiting"
+    return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)

@@ -13,7 +13,7 @@ from recovery.attempt import Attempt
 from recovery.classify import classify
 from recovery.codes import ExitCode
 from recovery.crew import Worker
-from recovery.endings import ending_of
+from recovery.endings import ending_of, unstored
 from recovery.events import CheckpointCommitted, Ready, StopRequested, Verdict
 from recovery.evidence import Evidence
 from recovery.files import append_whole
@@ -175,6 +175,24 @@ def test_endings(decision, class_, stopping, expected):
 def test_with_other_nodes_an_excluded_one_is_no_end():
     decision = Decision(action="restart_exclude_node", reason="r")
     assert ending_of(decision, verdict("gpu_lost"), stopping=False, num_nodes=2) is None
+
+
+@pytest.mark.parametrize(
+    ("lost", "hurry", "code", "reason"),
+    [
+        ("", False, ExitCode.STORAGE, "the last state is not in storage after 60 s of waiting"),
+        ("no room", True, ExitCode.STORAGE, "no room"),
+        (
+            "",
+            True,
+            ExitCode.RETRY_SAME,
+            "asked again while the last state was on its way; the newest state did not reach storage",
+        ),
+    ],
+)
+def test_a_last_state_that_is_not_in_storage(lost, hurry, code, reason):
+    ending = unstored(lost, 60.0, hurry=hurry)
+    assert (ending.code, ending.reason) == (code, reason)
 
 
 def test_an_outbox_forgets_only_what_is_acknowledged():
