@@ -18,9 +18,9 @@ from recovery import events, paths
 from recovery.attempt import AgentLostError, Attempt, CannotStartError, Stalled, Trouble
 from recovery.classify import warm
 from recovery.codes import ExitCode
-from recovery.delegate import AttemptEndInfo, Delegate
+from recovery.delegate import AttemptEndInfo, Delegate, Saved
 from recovery.desk import Desk
-from recovery.endings import Ending, ending_of, unsaved, unstored
+from recovery.endings import Ending, as_saved, ending_of, unstored
 from recovery.handling import Handling
 from recovery.inquest import Inquest
 from recovery.inquiry import decided_before
@@ -159,7 +159,7 @@ class Coordinator:
         self.agent.give_up()
         self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s)
         ending = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="stopped before the run could be taken over")
-        return unsaved(ending) if self._resumed else ending
+        return as_saved(ending, Saved(), drained=not self._resumed)
 
     def _live(self) -> Ending:
         previous = self._previous
@@ -385,9 +385,9 @@ class Coordinator:
     def _leave(self, ending: Ending) -> Ending:
         """Give what is on its way to storage its time, then end the agent."""
         if not self.agent.gone:
-            self.delegate.leaving(stopped=ending.code is ExitCode.STOPPED)
+            self.delegate.leaving(keep=ending.code is ExitCode.STOPPED)
             self.loop.wait_for(lambda: self.delegate.drained() or self.desk.hurry or self.agent.gone, self.spec.stop_s)
-            ending = ending if self.delegate.drained() else unsaved(ending)
+        ending = as_saved(ending, self.delegate.saved(), drained=self.delegate.drained())
         self.agent.will_leave()
         self.agent.send(Shutdown(reason=f"the run is over: {ending.outcome}"))
         if not self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s):

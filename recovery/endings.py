@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from recovery.codes import ExitCode
+from recovery.delegate import Saved
 from recovery.events import Outcome, Verdict
 from recovery.policy import Decision
 
@@ -51,11 +52,21 @@ def ending_of(decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes
     return None
 
 
-def unsaved(ending: Ending) -> Ending:
-    """The same end, when the newest state did not reach storage in time: 75 would promise that it had."""
+def as_saved(ending: Ending, saved: Saved, *, drained: bool) -> Ending:
+    """The same end, once it is known what storage has. 75 promises that it has whatever there was to save: steps may have to be
+    done again, but no state that was whole may be missing.
+    """
     if ending.code is not ExitCode.STOPPED:
         return ending
-    return replace(ending, code=ExitCode.RETRY_SAME, reason=f"{ending.reason}; the newest state did not reach storage")
+    newest = saved.step or 0
+    lost = max(0, saved.done - newest)
+    since = f"since step {newest}" if saved.step is not None else "since the beginning"
+    again = f"{lost} {'step' if lost == 1 else 'steps'} {since} will be done again" if lost else ""
+    whole = drained and saved.held <= newest and (saved.step is not None or not lost)
+    if whole:
+        return replace(ending, reason=f"{ending.reason}; {again}") if again else ending
+    missing = "; ".join(part for part in (ending.reason, "the newest state did not reach storage", again) if part)
+    return replace(ending, code=ExitCode.RETRY_SAME, reason=missing)
 
 
 def unstored(lost: str, waited_s: float, *, hurry: bool) -> Ending:
@@ -63,8 +74,6 @@ def unstored(lost: str, waited_s: float, *, hurry: bool) -> Ending:
     If it was not given its time (`hurry`), nothing can be said against storage.
     """
     if hurry and not lost:
-        return unsaved(
-            Ending(code=ExitCode.STOPPED, outcome="stopped", reason="asked again while the last state was on its way")
-        )
+        return Ending(code=ExitCode.STOPPED, outcome="stopped", reason="asked again while the last state was on its way")
     reason = lost or f"the last state is not in storage after {waited_s:g} s of waiting"
     return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)

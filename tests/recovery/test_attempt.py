@@ -13,7 +13,8 @@ from recovery.attempt import Attempt
 from recovery.classify import classify
 from recovery.codes import ExitCode
 from recovery.crew import Worker
-from recovery.endings import ending_of, unstored
+from recovery.delegate import Saved
+from recovery.endings import Ending, as_saved, ending_of, unstored
 from recovery.events import CheckpointCommitted, Ready, StopRequested, Verdict
 from recovery.evidence import Evidence
 from recovery.files import append_whole
@@ -185,14 +186,45 @@ def test_with_other_nodes_an_excluded_one_is_no_end():
         (
             "",
             True,
-            ExitCode.RETRY_SAME,
-            "asked again while the last state was on its way; the newest state did not reach storage",
+            ExitCode.STOPPED,
+            "asked again while the last state was on its way",
         ),
     ],
 )
 def test_a_last_state_that_is_not_in_storage(lost, hurry, code, reason):
     ending = unstored(lost, 60.0, hurry=hurry)
     assert (ending.code, ending.reason) == (code, reason)
+
+
+STOPPED = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="r")
+
+
+@pytest.mark.parametrize(
+    ("saved", "drained", "code", "reason"),
+    [
+        (Saved(), True, ExitCode.STOPPED, "r"),
+        (Saved(step=9, held=9, done=9), True, ExitCode.STOPPED, "r"),
+        (Saved(step=9, held=9, done=10), True, ExitCode.STOPPED, "r; 1 step since step 9 will be done again"),
+        (
+            Saved(step=9, held=12, done=14),
+            True,
+            ExitCode.RETRY_SAME,
+            "r; the newest state did not reach storage; 5 steps since step 9 will be done again",
+        ),
+        (
+            Saved(done=2),
+            True,
+            ExitCode.RETRY_SAME,
+            "r; the newest state did not reach storage; 2 steps since the beginning will be done again",
+        ),
+        (Saved(step=9, held=9, done=9), False, ExitCode.RETRY_SAME, "r; the newest state did not reach storage"),
+    ],
+)
+def test_a_stop_is_one_with_the_state_saved_only_if_storage_has_what_there_was_to_save(saved, drained, code, reason):
+    ending = as_saved(STOPPED, saved, drained=drained)
+    assert (ending.code, ending.reason) == (code, reason)
+    other = Ending(code=ExitCode.GIVEN_UP, outcome="given_up", reason="r")
+    assert as_saved(other, saved, drained=drained) == other
 
 
 def test_an_outbox_forgets_only_what_is_acknowledged():
