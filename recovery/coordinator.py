@@ -20,7 +20,7 @@ from recovery.classify import warm
 from recovery.codes import ExitCode
 from recovery.delegate import AttemptEndInfo, Delegate, Saved
 from recovery.desk import Desk
-from recovery.endings import Ending, as_saved, ending_of, unstored
+from recovery.endings import Ending, as_saved, ending_of, keeps_memory, unstored
 from recovery.handling import Handling
 from recovery.inquest import Inquest
 from recovery.inquiry import decided_before
@@ -385,7 +385,7 @@ class Coordinator:
     def _leave(self, ending: Ending) -> Ending:
         """Give what is on its way to storage its time, then end the agent."""
         if not self.agent.gone:
-            self.delegate.leaving(keep=ending.code is ExitCode.STOPPED)
+            self.delegate.leaving(keep=keeps_memory(ending.code))
             self.loop.wait_for(lambda: self.delegate.drained() or self.desk.hurry or self.agent.gone, self.spec.stop_s)
         ending = as_saved(ending, self.delegate.saved(), drained=self.delegate.drained())
         self.agent.will_leave()

@@ -44,12 +44,25 @@ def ending_of(decision: Decision, verdict: Verdict, *, stopping: bool, num_nodes
             return Ending(code=ExitCode.STOPPED, outcome="stopped", reason=decision.reason)
         case "stop_for_human":
             given_up = decision.given_up or verdict.class_ not in CODE_OF_CLASS
-            code = CODE_OF_CLASS.get(verdict.class_, ExitCode.GIVEN_UP)
-            return Ending(code=code, outcome="given_up" if given_up else "failed", reason=decision.reason)
+            return Ending(
+                code=code_for_a_person(verdict.class_), outcome="given_up" if given_up else "failed", reason=decision.reason
+            )
         case "restart_exclude_node" if num_nodes == 1:
             reason = f"{decision.reason}; this is the only node, so the run must go on elsewhere"
             return Ending(code=ExitCode.RETRY_ELSEWHERE, outcome="failed", reason=reason)
     return None
+
+
+def code_for_a_person(class_: str) -> ExitCode:
+    """How a run ends that stops for a person, by the class of its verdict."""
+    return CODE_OF_CLASS.get(class_, ExitCode.GIVEN_UP)
+
+
+def keeps_memory(code: ExitCode) -> bool:
+    """Whether what only memory holds is stored when a run is left so. Not if that may make no sense, or storage is what fails;
+    a run that is done has stored its end.
+    """
+    return code not in (ExitCode.DONE, ExitCode.NUMERICS, ExitCode.STORAGE)
 
 
 def as_saved(ending: Ending, saved: Saved, *, drained: bool) -> Ending:

@@ -119,7 +119,13 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore, *,
         packets.on_event(event)
         endwatch.on_event(event)
 
-    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state, skips=ranges(config, ()))
+    packets = Packets(
+        folder,
+        launch.command,
+        lambda: coordinator.desk.journal.state,
+        skips=ranges(config, ()),
+        will_be_stored=lambda keep: delegate.will_be_stored(keep=keep),
+    )
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 

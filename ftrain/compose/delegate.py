@@ -93,7 +93,7 @@ class RunDelegate(StoringDelegate):
         """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there, and waits for
         storage that is away as long as its workers can.
         """
-        self._links = links
+        self._links, self._takes_over = links, resumed
         return patiently(partial(self._begin, links, resumed), outage_waits(self._config) if resumed else (0.0, 0.0, 0))
 
     def _begin(self, links: Links, resumed: bool) -> Sequence[Event]:
@@ -151,7 +151,8 @@ class RunDelegate(StoringDelegate):
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
         self._copies.recall(state.copied)
-        self._left = state
+        if self._takes_over:
+            self._done, self._held = state.step, (state.attempt, min(state.snapshot_step, state.step))
         self._phasing.recorded = state.training_phase
         self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
         self._skips = state.skips
@@ -345,7 +346,6 @@ class RunDelegate(StoringDelegate):
         self._layouts.adopt(known)
         self._speed.begin(self._layouts.text, self._layouts.phase)
         self._attempt = known.attempt
-        self._done, self._held = self._left.step, (self._left.attempt, min(self._left.snapshot_step, self._left.step))
         self._debts.started(known.attempt, known.epoch)
         self._given.tell(known.skips)
         self._copies.adopted(self._layouts.copied_nodes)

@@ -33,7 +33,6 @@ from ftrain.config import Config
 from recovery import events
 from recovery.delegate import Saved
 from recovery.events import Event
-from recovery.state import RunState
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
 
@@ -58,7 +57,7 @@ class StoringDelegate(ElasticDelegate):
         self._abandoned: set[Group] = set()  # for good, because a rank's pack could not be stored
         self._memory_step: int | None = None
         self._memory_attempt = 0  # that took it
-        self._left = RunState()  # by an earlier coordinator
+        self._takes_over = False  # from a coordinator that died; what it left in memory is there, or is lost
         self._done = 0  # the newest step of the history as it stands, of what is known to have been done since the start
         self._held: Group | None = None  # of the newest state of that history that was whole, wherever it is now
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
@@ -243,6 +242,11 @@ class StoringDelegate(ElasticDelegate):
         elif self._memory_step > newest:
             wanted = StoreSnapshot(attempt=self._memory_attempt, step=self._memory_step)
         return wanted if wanted is not None and not self._doubts.is_void(wanted.attempt, wanted.step) else None
+
+    def will_be_stored(self, *, keep: bool) -> int:
+        """The step of the newest checkpoint if the run were left now, and everything that it then waits for went well."""
+        wanted = self._newest_kept() if keep else None
+        return max(self._committed or 0, self._debts.newest, wanted.step if wanted is not None else 0)
 
     def saved(self) -> Saved:
         """What storage has, and what there was to store."""

@@ -14,7 +14,7 @@ from recovery.classify import classify
 from recovery.codes import ExitCode
 from recovery.crew import Worker
 from recovery.delegate import Saved
-from recovery.endings import Ending, as_saved, ending_of, unstored
+from recovery.endings import Ending, as_saved, ending_of, keeps_memory, unstored
 from recovery.events import CheckpointCommitted, Ready, StopRequested, Verdict
 from recovery.evidence import Evidence
 from recovery.files import append_whole
@@ -194,6 +194,11 @@ def test_with_other_nodes_an_excluded_one_is_no_end():
 def test_a_last_state_that_is_not_in_storage(lost, hurry, code, reason):
     ending = unstored(lost, 60.0, hurry=hurry)
     assert (ending.code, ending.reason) == (code, reason)
+
+
+def test_who_leaves_takes_along_what_memory_holds_unless_it_is_no_good_or_storage_is_not():
+    left = {code for code in ExitCode if not keeps_memory(code)}
+    assert left == {ExitCode.DONE, ExitCode.NUMERICS, ExitCode.STORAGE}
 
 
 STOPPED = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="r")

@@ -14,6 +14,7 @@ from ftrain.checkpoint.messages import PeerCopied, Ready, SnapshotTaken, StoreSn
 from ftrain.compose.delegate import RunDelegate
 from recovery.delegate import Saved
 from recovery.places import Place
+from recovery.state import RunState
 from tests.delegates import run_delegate
 
 PLACES = Place(node="n1", slot=0), Place(node="n2", slot=0)
@@ -54,6 +55,13 @@ def test_what_memory_holds_is_stored(run: tuple[RunDelegate, list[Any]]) -> None
     assert delegate.saved() == Saved(step=None, held=12, done=14)
 
 
+def test_what_will_be_stored_is_known_before(run: tuple[RunDelegate, list[Any]]) -> None:
+    delegate, _ = run
+    assert (delegate.will_be_stored(keep=True), delegate.will_be_stored(keep=False)) == (12, 0)
+    delegate.leaving(keep=True)
+    assert delegate.will_be_stored(keep=False) == 12, "it is on its way"
+
+
 def test_when_a_node_is_lost_the_copies_of_its_share_are_stored(run: tuple[RunDelegate, list[Any]]) -> None:
     delegate, sent = run
     delegate.on_agent_lost()
@@ -70,6 +78,17 @@ def test_what_nobody_has_any_more_is_missed(run: tuple[RunDelegate, list[Any]]) 
     delegate.leaving(keep=True)
     assert asked(sent) == []
     assert delegate.saved() == Saved(step=None, held=12, done=14)
+
+
+@pytest.mark.parametrize(("takes_over", "saved"), [(True, Saved(held=12, done=14)), (False, Saved())])
+def test_what_an_earlier_coordinator_left_in_memory_counts_for_the_one_that_takes_over(
+    tmp_path: Path, takes_over: bool, saved: Saved
+) -> None:
+    delegate, _ = run_delegate(tmp_path)
+    delegate._takes_over = takes_over  # by `begin`
+    delegate.recall(RunState(attempt=3, step=14, snapshot_step=12))
+    assert delegate.saved() == saved
+    delegate.close()
 
 
 def test_what_is_no_part_of_the_history_is_neither_stored_nor_missed(run: tuple[RunDelegate, list[Any]]) -> None:
