@@ -212,7 +212,7 @@ class Coordinator:
         """Wait for as many as are needed. On one machine that is one: if it says nothing it is killed, which is its death."""
         fleet, met = self.spec.fleet, self._met
         limit_s = self.spec.agent_s if fleet is None else fleet.patience_s
-        if not self._handling.until(lambda: self._enough() or (fleet is not None and self._stop_asked()), limit_s):
+        if not self._handling.gathered(lambda: self._enough() or (fleet is not None and self._stop_asked()), limit_s):
             if fleet is not None:
                 return self._too_few(limit_s)
             self.agent.kill()
