@@ -120,11 +120,7 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore, *,
         endwatch.on_event(event)
 
     packets = Packets(
-        folder,
-        launch.command,
-        lambda: coordinator.desk.journal.state,
-        skips=ranges(config, ()),
-        will_be_stored=lambda keep: delegate.will_be_stored(keep=keep),
+        folder, launch.command, lambda: coordinator.desk.journal.state, skips=ranges(config, ()), stored=delegate.will_store
     )
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator

@@ -34,13 +34,13 @@ class Packets:
         state: Callable[[], RunState],
         *,
         skips: Sequence[tuple[int, int]] | None = None,
-        will_be_stored: Callable[[bool], int] = lambda keep: 0,
+        stored: Callable[[bool], int] = lambda keep: 0,
     ) -> None:
         """`command` goes on with the run; `state` is the coordinator's, after the event; `skips`: the ranges of `data.skip`, if
-        the run can pass over data; `will_be_stored`: up to which step, once the run is left, with what memory holds or without.
+        the run can pass over data; `stored`: up to which step, once the run is left, with what memory holds or without.
         """
         self._folder, self._command, self._state, self._skips = folder, command, state, skips
-        self._will_be_stored = will_be_stored
+        self._stored = stored
         self._verdict: tuple[str, Verdict] | None = None
 
     def on_event(self, event: Event) -> None:
@@ -54,7 +54,7 @@ class Packets:
 
     def _draw(self, verdict: Verdict, decided: Decided) -> Packet:
         state = self._state()
-        stored = max(state.committed_step or 0, self._will_be_stored(keeps_memory(code_for_a_person(verdict.class_))))
+        stored = max(state.committed_step or 0, self._stored(keeps_memory(code_for_a_person(verdict.class_))))
         earlier = replace(state.history, interruptions=state.interruptions[:-1])
         return packet(
             verdict,

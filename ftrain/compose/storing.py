@@ -243,7 +243,7 @@ class StoringDelegate(ElasticDelegate):
             wanted = StoreSnapshot(attempt=self._memory_attempt, step=self._memory_step)
         return wanted if wanted is not None and not self._doubts.is_void(wanted.attempt, wanted.step) else None
 
-    def will_be_stored(self, *, keep: bool) -> int:
+    def will_store(self, keep: bool) -> int:
         """The step of the newest checkpoint if the run were left now, and everything that it then waits for went well."""
         wanted = self._newest_kept() if keep else None
         return max(self._committed or 0, self._debts.newest, wanted.step if wanted is not None else 0)

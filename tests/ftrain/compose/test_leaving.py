@@ -57,9 +57,9 @@ def test_what_memory_holds_is_stored(run: tuple[RunDelegate, list[Any]]) -> None
 
 def test_what_will_be_stored_is_known_before(run: tuple[RunDelegate, list[Any]]) -> None:
     delegate, _ = run
-    assert (delegate.will_be_stored(keep=True), delegate.will_be_stored(keep=False)) == (12, 0)
+    assert (delegate.will_store(True), delegate.will_store(False)) == (12, 0)
     delegate.leaving(keep=True)
-    assert delegate.will_be_stored(keep=False) == 12, "it is on its way"
+    assert delegate.will_store(False) == 12, "it is on its way"
 
 
 def test_when_a_node_is_lost_the_copies_of_its_share_are_stored(run: tuple[RunDelegate, list[Any]]) -> None:

@@ -32,7 +32,7 @@ def story(action: events.Action, verdict: Verdict = VERDICT) -> list[Event]:
 
 def tell(folder: Path, told: list[Event], *, memory: int = 0) -> None:
     state = RunState()
-    packets = Packets(folder, "ftrain run x.toml", lambda: state, will_be_stored=lambda keep: memory if keep else 0)
+    packets = Packets(folder, "ftrain run x.toml", lambda: state, stored=lambda keep: memory if keep else 0)
     for event in told:
         state = apply(state, event)
         packets.on_event(event)
