@@ -192,8 +192,7 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True):
     epoch: int = 0
     nbytes: int = 0
     seconds: float = 0.0
-    retries: int = 0
-    """Requests that storage had to be asked again, over all writers."""
+    retries: int = 0  # requests that storage had to be asked again, over all writers
 
 
 class TierCommitted(Event, frozen=True, kw_only=True):
@@ -208,7 +207,7 @@ class TierCommitted(Event, frozen=True, kw_only=True):
 class StorageNotice(Event, frozen=True, kw_only=True):
     """Something about files or ports that a person should know and that stops nothing: what it is about, and a sentence."""
 
-    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room", "metrics"]
+    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room", "metrics", "back"]
     text: str
     step: int | None = None
 
@@ -366,6 +365,7 @@ DECISIONS: tuple[type[Event], ...] = (
     PlaceReturned,
     LayoutChosen,
     PhaseBegan,
+    Suspected,
     InterruptionClassified,
     Decided,
     CheckpointCommitted,

@@ -7,6 +7,7 @@ ticks.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,8 @@ from storage.manifest import Manifest
 from storage.merge import merge
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
+
+log = logging.getLogger(__name__)
 
 OLDEST_UPLOAD_S = 24 * 3600.0  # an unfinished upload that began before may be swept: no writer works on one pack for a day
 
@@ -60,6 +63,14 @@ class Leavings:
 
     step: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """What there is from a step on is in doubt."""
+
+    onset: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +114,7 @@ class Committer:
         """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._local, self._digests, self._writers = local, digests, writers
-        self._jobs: queue.SimpleQueue[Job | Group | Leavings | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Group | Leavings | Distrust | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._open = 0
@@ -125,6 +136,10 @@ class Committer:
     def discard(self, stored: Sequence[PackStored]) -> None:
         """Delete packs of one step that will be part of no checkpoint, some time."""
         self._jobs.put(Leavings(stored[0].step, _packs(stored)))
+
+    def distrust(self, onset: int, reason: str) -> None:
+        """Taint every checkpoint from a step on, those whose commit is queued included."""
+        self._jobs.put(Distrust(onset, reason))
 
     def results(self) -> list[Outcome]:
         """What has been committed, or could not be, since the last call."""
@@ -155,6 +170,8 @@ class Committer:
                 self._results.put(self._commit(job))
             elif isinstance(job, Leavings):
                 self._sweep(job)
+            elif isinstance(job, Distrust):
+                self._taint(job)
             else:
                 self._rooms.put(self._room(job))
             self._wake()
@@ -234,6 +251,12 @@ class Committer:
                 self._run.delete_leaving(leavings.step, name)
         except Exception as error:  # a collection takes them, once no writer of their attempt is at work
             self.collect_error = f"{type(error).__name__}: {error}"
+
+    def _taint(self, job: Distrust) -> None:
+        try:
+            self._run.taint(after=job.onset - 1, reason=job.reason)
+        except Exception as error:  # whoever goes back to before the onset does it again, and not without
+            log.warning("what came after the onset at step %d is not tainted yet: %s", job.onset, error)
 
     def _room(self, group: Group) -> Room:
         freed = self._collect(grace_s=0.0)

@@ -31,6 +31,7 @@ from ftrain.checkpoint.messages import (
 from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer
 from ftrain.compose.debts import Group
+from ftrain.compose.doubts import Back, go_back
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.errand import Errand, outage_waits, patiently
 from ftrain.compose.metrics import MetricsFile
@@ -70,7 +71,7 @@ class RunDelegate(StoringDelegate):
         self._metrics = MetricsFile(self._local)
         self._speed = Speed()
         self._links: Links | None = None
-        self._going_back: Errand[tuple[int | None, int]] | None = None
+        self._going_back: Errand[Back] | None = None
         self._given_up: tuple[str, ...] = ()  # areas that the next attempt must do without
         self._distrusted: int | None = None  # the older checkpoint that the newest attempt was to begin with instead
         self._planned: int | None = None  # newest commit when the newest attempt was planned
@@ -153,6 +154,7 @@ class RunDelegate(StoringDelegate):
     def recall(self, state: RunState) -> None:
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
+        self._distrust()
         self._copies.recall(state.copied)
         self._phasing.recorded = state.training_phase
         self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
@@ -160,13 +162,12 @@ class RunDelegate(StoringDelegate):
 
     def ready(self, previous: AttemptEndInfo | None) -> bool:
         """A run that must go back has its work in storage to do first, however long that is away."""
-        back = previous is not None and previous.action == "roll_back"
-        known = self._doubts.give_up(previous.attempt) if previous is not None and back else None
-        if known is None and self._going_back is None and (late := self._missed()) is not None:
-            known = late, before_skip(late)
-        if known is not None:
-            work = partial(self._before_onset, *known)
-            self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
+        if self._going_back is None:
+            found, late = [self._doubts.give_up()], self._missed()
+            found += [(late, before_skip(late)) if late is not None else None]
+            if known := [it for it in found if it is not None]:
+                work = partial(go_back, self._run, *min(known))
+                self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
         return self._going_back is None or self._going_back.done
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
@@ -222,20 +223,14 @@ class RunDelegate(StoringDelegate):
         self._parts.clear()
         return self._layouts.only_own()
 
-    def _before_onset(self, onset: int, reason: str) -> tuple[int | None, int]:
-        """Go back to the newest checkpoint before the onset of what went wrong: its step, the new epoch. May be repeated."""
-        step = newest_before(self._run.checkpoints(), onset)
-        self._run.taint(after=step, reason=reason)
-        return step, self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
-
     def _went_back(self) -> tuple[str, ...]:
         """If the run has gone back, the memory areas, which are void then."""
         done, self._going_back = self._going_back, None
         if done is None:
             return ()
-        step, self._epoch = done.result
-        self._memory_step, self._committed = None, step
-        self._told += self._entered(step)
+        back = done.result
+        self._memory_step, self._committed, self._epoch = None, back.step, back.epoch
+        self._told += [*self._entered(back.step), *back.told()]
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
@@ -265,7 +260,9 @@ class RunDelegate(StoringDelegate):
         if isinstance(message, Doubt):
             if message.corruption and message.rank is not None and self._config.recovery.corruption == "exclude":
                 self.links.leave_out(message.rank, "silent_corruption", message.reason)
-            return self._doubts.on_doubt(message, attempt)
+            told = self._doubts.on_doubt(message, attempt)
+            self._distrust()
+            return told
         if isinstance(message, StepTimes | Traced):
             return self._metrics.measured(message, self._layouts.now, attempt)
         self._last.final = message
@@ -354,8 +351,8 @@ class RunDelegate(StoringDelegate):
 
     def leaving(self, *, stopped: bool) -> None:
         """A run that is stopped without its last save (a worker died meanwhile) takes what memory holds along."""
-        if stopped and self._memory_step is not None and self._memory_step > (self._committed or 0):
-            group = (self._memory_attempt, self._memory_step)
+        group = (self._memory_attempt, self._memory_step or 0)
+        if stopped and group[1] > (self._committed or 0) and not self._doubts.is_void(*group):
             self._settled.discard(group)  # if it could not be stored before, it is tried once more
             self._debts.add(group)
             self.links.to_keeper(encode(StoreSnapshot(attempt=group[0], step=group[1])))

@@ -71,6 +71,11 @@ class StoringDelegate(ElasticDelegate):
             self._doubts.read_otherwise(self._attempt, late)
         return late
 
+    def _distrust(self) -> None:
+        """What is in doubt is tainted at once: nobody knows which way the attempt ends, and who looks into storage then."""
+        if self._doubts.open is not None and self._committer is not None:
+            self._committer.distrust(*self._doubts.open)
+
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)
