@@ -23,7 +23,7 @@ from storage.errors import NoSpace
 from storage.keys import manifest_name, view_name
 from storage.manifest import Manifest
 from storage.merge import merge
-from storage.retention import RetentionPolicy
+from storage.retention import KeepUpTo, RetentionPolicy
 from storage.run import RunStore
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class Committer:
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._open = 0
+        self._spared: int | None = None
+        self._bad_since: int | None = None  # of the newest commit: its losses may be in doubt since then
         self._freed = 0  # bytes, since the last commit began or room was made
         self.collect_error = ""
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -136,6 +138,10 @@ class Committer:
     def discard(self, stored: Sequence[PackStored]) -> None:
         """Delete packs of one step that will be part of no checkpoint, some time."""
         self._jobs.put(Leavings(stored[0].step, _packs(stored)))
+
+    def spare(self, up_to: int | None) -> None:
+        """Workers are about to load the checkpoint of this step, or an older one: none of them goes. None: they have."""
+        self._spared = up_to
 
     def distrust(self, onset: int, reason: str) -> None:
         """Taint every checkpoint from a step on, those whose commit is queued included."""
@@ -192,6 +198,7 @@ class Committer:
             written = (job.epoch, manifest.digests)  # in another epoch it may equal one that is no part of the history any more
             if job.changed and written == self._digests:
                 return self._stale(job, settled)
+            self._bad_since = manifest.progress.get("bad_since")
             made = self._seal(job, manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
             if isinstance(error, NoSpace):  # no answer is missing: it was not committed, and its packs only take room
@@ -272,12 +279,14 @@ class Committer:
         return Room(group=group, freed_bytes=total, events=(said,))
 
     def _collect(self, grace_s: float | None = None) -> int:
-        """Delete what no policy keeps; bytes that are free again."""
+        """Delete what no policy keeps and what the run will not go back to; bytes that are free again."""
         if not self._policies:
             return 0
         grace_s, freed = self._grace_s if grace_s is None else grace_s, 0
+        wanted = (self._spared, None if self._bad_since is None else self._bad_since - 1)
+        policies = [*self._policies, *(KeepUpTo(step) for step in wanted if step is not None)]
         try:
-            freed = self._run.collect(self._policies, now_s=time.time(), grace_s=grace_s, writers=self._writers()).freed_bytes
+            freed = self._run.collect(policies, now_s=time.time(), grace_s=grace_s, writers=self._writers()).freed_bytes
             self._run.store.sweep_unfinished(older_than_s=max(self._grace_s, OLDEST_UPLOAD_S))
             self.collect_error = ""
         except (

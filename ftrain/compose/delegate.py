@@ -192,6 +192,7 @@ class RunDelegate(StoringDelegate):
             release += self._give_up_older()
             older = {}
         self._planned = self._committed
+        self._spare(self._planned)
         start = self._start(differently)
         self._distrusted = start.step if (start.step or 0) < (self._committed or 0) else None
         copied = self._copies.reachable({place.node for place in self.links.places()}) if self._memory_step is None else None
@@ -234,10 +235,6 @@ class RunDelegate(StoringDelegate):
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
-
-    def _take_epoch(self, step: int | None) -> list[Event]:
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
-        return self._entered(step)
 
     def _entered(self, step: int | None) -> list[Event]:
         self._moved.clear()
@@ -304,6 +301,7 @@ class RunDelegate(StoringDelegate):
                 self._memory_step = None  # the workers have forgotten it
             self._copies.began_at(ready.step)
             found += [*self._dropped(attempt, ready.step), *self._rolled_back(ready)]
+            self._spare(None)
             found += self._places.resumed_from(self._epoch, ready.step)
             now, source, begun = time.time(), ready.source, tuple(ready.begun)
             found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=ready.proof, begun=begun))
@@ -316,10 +314,10 @@ class RunDelegate(StoringDelegate):
         """
         if ready.source not in ("storage", "local") or self._planned is None or ready.step >= self._planned:
             return []
-        if ready.step == self._distrusted:  # what is newer does load, but nothing went on from it: it is kept
-            self._run.taint(after=ready.step, reason="attempts that began with it brought no new step")
-        self._committed = ready.step
-        return self._take_epoch(ready.step)
+        kept = ready.step == self._distrusted  # what is newer does load, but nothing went on from it
+        back = go_back(self._run, ready.step + 1, "attempts that began with it brought no new step" if kept else "")
+        self._epoch, self._committed = back.epoch, back.step
+        return self._entered(back.step)
 
     def _forget_unfinished(self, attempt: int) -> None:
         """Snapshots that some rank did not live to take will never be whole."""

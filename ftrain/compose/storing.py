@@ -76,6 +76,10 @@ class StoringDelegate(ElasticDelegate):
         if self._doubts.open is not None and self._committer is not None:
             self._committer.distrust(*self._doubts.open)
 
+    def _spare(self, up_to: int | None) -> None:
+        if self._committer is not None:
+            self._committer.spare(up_to)
+
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """One rank's pack is in storage, or could not be put there. May be said twice."""
         message = decode_keeper(payload)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ftrain.checkpoint.messages import Doubt, PackStored, Settled, SnapshotTaken, StoreSnapshot, encode
+from ftrain.checkpoint.messages import Doubt, PackStored, Ready, Settled, SnapshotTaken, StoreSnapshot, encode
 from ftrain.compose.delegate import RunDelegate
 from recovery.delegate import Links
-from recovery.events import AttemptStarted, CheckpointCommitted, Decided, Event, RunEnded, StopRequested, Suspected
+from recovery.events import AttemptStarted, CheckpointCommitted, Decided, EpochTaken, Event, RunEnded, StopRequested, Suspected
 from recovery.state import fold
 from storage.manifest import PackInfo, PackManifest
 from storage.run import RunStore
@@ -116,3 +116,15 @@ def test_what_is_on_its_way_from_after_the_onset_is_let_go_and_what_is_stored_is
     stand.delegate._committer.close()  # what is queued for storage is done
     assert stand.states() == {10: "valid", 20: "tainted", 30: "tainted"}
     assert not [event for event in stand.delegate.tick(0.0) if isinstance(event, CheckpointCommitted)]
+
+
+def test_what_the_workers_began_with_may_be_gone_from_storage_meanwhile(stand: Stand) -> None:
+    """They hold it: the run goes on, in an epoch that starts from what there is before it."""
+    delegate = stand.delegate
+    delegate._planned = 30
+    delegate._spare(30)
+    told = [it for rank in range(2) for it in delegate.on_worker(rank, 1, encode(Ready(rank=rank, step=19, source="local")))]
+    assert [event.starts_from for event in told if isinstance(event, EpochTaken)] == [10]
+    assert delegate.status()["committed_step"] == 10
+    assert delegate._committer is not None
+    assert delegate._committer._spared is None
