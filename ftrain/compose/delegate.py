@@ -36,7 +36,7 @@ from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.errand import Errand, outage_waits, patiently
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
-from ftrain.compose.skips import before_skip, missed, newest_before, ranges
+from ftrain.compose.skips import before_skip
 from ftrain.compose.speed import Speed
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
@@ -46,8 +46,6 @@ from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
 from recovery.events import Event
 from recovery.owner import this_process
 from recovery.state import RunState
-from storage.catalog import CheckpointInfo
-from storage.checkpoint import Checkpoint
 from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
@@ -107,10 +105,8 @@ class RunDelegate(StoringDelegate):
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
-        late = missed(ranges(self._config, ()), newest.step, newest.progress) if newest is not None else None
-        if late is not None:
-            newest = self._before(late, infos)
         if newest is not None:
+            self._stored = newest.step, newest.progress
             self._phasing.recall(self._layouts.whole, newest.progress)
             self._layouts.resume(self._phasing.of(newest.step))
         grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
@@ -143,14 +139,6 @@ class RunDelegate(StoringDelegate):
         """Into the ledger, at the next tick."""
         self._told.append(event)
 
-    def _before(self, update: int, infos: Sequence[CheckpointInfo]) -> Checkpoint | None:
-        """Where a run goes on from, so that it passes over data that its newest state has seen."""
-        start = newest_before(infos, update)
-        self._run.taint(after=start, reason=before_skip(update))
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=start)
-        self._committed = self._planned = start
-        return self._run.open(start) if start is not None else None
-
     def recall(self, state: RunState) -> None:
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
@@ -159,6 +147,7 @@ class RunDelegate(StoringDelegate):
         self._phasing.recorded = state.training_phase
         self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
         self._skips = state.skips
+        self._told += self._places.pass_over(self._skipped, self._epoch, self._committed)
 
     def ready(self, previous: AttemptEndInfo | None) -> bool:
         """A run that must go back has its work in storage to do first, however long that is away."""
@@ -230,7 +219,7 @@ class RunDelegate(StoringDelegate):
         if done is None:
             return ()
         back = done.result
-        self._memory_step, self._committed, self._epoch = None, back.step, back.epoch
+        self._memory_step, self._committed, self._epoch, self._stored = None, back.step, back.epoch, None
         self._told += [*self._entered(back.step), *back.told()]
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so

@@ -30,12 +30,13 @@ STOPPED = (StopRequested(t=4.0, by="ftrain stop"), RunEnded(t=5.0, outcome="stop
 class Stand:
     """A delegate of a run that has stored steps 10, 20 and 30, and what it tells the keepers."""
 
-    def __init__(self, folder: Path) -> None:
-        self.delegate, self.sent = run_delegate(folder)
+    def __init__(self, folder: Path, *overrides: str, **progress: Any) -> None:
+        """`progress`: what else the record of the newest one says."""
+        self.delegate, self.sent = run_delegate(folder, *overrides)
         self.run: RunStore = self.delegate._run
         epoch = self.run.take_epoch(owner={})
         for step in (10, 20, 30):
-            save(self.run, random_values(SPECS, step), step=step, epoch=epoch)
+            save(self.run, random_values(SPECS, step), step=step, epoch=epoch, **(progress if step == 30 else {}))
         none: Any = lambda *given: None  # noqa: E731
         links = Links(to_keeper=self.sent.append, to_worker=none, request_stop=none, request_save=none, wake=none)
         self.delegate.begin(links, resumed=False)
@@ -128,3 +129,29 @@ def test_what_the_workers_began_with_may_be_gone_from_storage_meanwhile(stand: S
     assert delegate.status()["committed_step"] == 10
     assert delegate._committer is not None
     assert delegate._committer._spared is None
+
+
+DECIDED = Decided(t=3.0, attempt=0, action="roll_back", reason="spike", skip=(15, 17))
+ONCE, TWICE = [[15, 17, 24]], [[15, 17, 24], [15, 17, 24]]
+
+
+@pytest.mark.parametrize(
+    ("declared", "decided", "behind", "back"),
+    [
+        pytest.param(True, False, [], True, id="declared since"),
+        pytest.param(True, False, ONCE, False, id="declared before"),
+        pytest.param(False, True, ONCE, False, id="decided on and carried out"),
+        pytest.param(False, True, [], True, id="decided on and not carried out"),
+        pytest.param(True, True, ONCE, True, id="declared since, and equal to one that was decided on"),
+        pytest.param(True, True, TWICE, False, id="both"),
+    ],
+)
+def test_a_start_goes_back_to_before_data_that_its_state_has_not_passed_over(
+    tmp_path: Path, declared: bool, decided: bool, behind: list[list[int]], back: bool
+) -> None:
+    """A range that is equal to another one passes over what follows it: both lie behind, or one of them is missed."""
+    stand = Stand(tmp_path, *(["data.skip=[{first=15, last=17}]"] if declared else []), skipped=behind)
+    stand.delegate.recall(fold([DECIDED] if decided else []))
+    assert stand.gone_back() == back
+    assert stand.states() == {10: "valid", 20: "tainted" if back else "valid", 30: "tainted" if back else "valid"}
+    stand.delegate.close()

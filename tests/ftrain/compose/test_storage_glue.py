@@ -13,6 +13,7 @@ from ftrain.checkpoint.messages import PackStored
 from ftrain.compose.committer import Committer, Job, Outcome
 from ftrain.compose.holder import Holder, check_holder
 from ftrain.compose.places import Places
+from ftrain.compose.skips import ranges
 from ftrain.compose.stores import local_tier_url, open_known, store_options
 from ftrain.compose.tiers import LocalTier, mirror_checkpoint
 from ftrain.config import Storage
@@ -290,6 +291,7 @@ def test_a_local_state_that_has_read_what_is_to_be_passed_over_is_given_up(
     before, epoch = read_epochs(run.store), run.take_epoch(owner={})
     places = Places(config, run, [])
     assert places.begin(epoch, before, None, lambda: None) == []
+    assert places.pass_over(ranges(config, ()), epoch, None) == []
     assert places.local_step == step
     places.close()
 
