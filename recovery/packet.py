@@ -74,16 +74,23 @@ def packet(
     *,
     command: str,
     steps_at_risk: int,
+    onset: int | None = None,
     further: tuple[Option, ...] = (),
 ) -> Packet:
     """The packet of a stop. `command` goes on from where the run stands; `steps_at_risk` would be done again.
 
-    `further`: options that only whoever knows the run can name.
+    `onset`: since which step results are in doubt, so that the run goes back to before it. `further`: options that only whoever
+    knows the run can name.
     """
     rank = "" if verdict.first_failing_rank is None else f", first rank {verdict.first_failing_rank}"
     node = f" on {verdict.node}" if verdict.node else ""
-    again = "restart as it is"
-    cost = f"{steps_at_risk} steps done again, and the same failure if nothing changed"
+    again, steps = "restart as it is", f"{steps_at_risk} steps"
+    if onset is not None:
+        again, steps = (
+            f"go back to before step {onset} and try again",
+            f"the steps since the newest checkpoint before step {onset}",
+        )
+    cost = f"{steps} done again, and the same failure if nothing changed"
     remedies = [Option(what=what, costs=costs) for what, costs in _REMEDIES.get(verdict.class_, ())]
     return Packet(
         headline=f"the run waits for a person: {verdict.class_} in {verdict.component}{rank}{node}",

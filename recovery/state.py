@@ -66,6 +66,7 @@ class Onset(Struct, frozen=True, kw_only=True):
     until: int | None = None  # the last one
     skips: int = 0  # ranges of data that had been passed over by then
     void: bool = False  # decided: the run goes back to before it
+    open: bool = True  # until it has: a later attempt begins before it
 
 
 class RunState(Struct, frozen=True, kw_only=True):
@@ -194,6 +195,7 @@ def _apply_attempt(state: RunState, event: AttemptStarted | Ready | AttemptEnded
                 pids=event.pids,
                 nodes=event.nodes,
                 ready_step=None,
+                onsets=tuple(_unless_before(onset, event) for onset in state.onsets),
             )
         case Ready():
             return replace(state, phase=_unless_stopping(state, Phase.RUNNING), step=event.step, ready_step=event.step)
@@ -284,6 +286,12 @@ def _doubted(state: RunState, event: Suspected) -> RunState:
     others = tuple(onset for onset in state.onsets if onset.attempt != event.attempt)
     onset = Onset(attempt=event.attempt, step=event.onset, reason=event.reason, until=event.until, skips=len(state.skips))
     return replace(state, onsets=(*others, onset))
+
+
+def _unless_before(onset: Onset, started: AttemptStarted) -> Onset:
+    """No longer open once the run has gone back to before it: that is done when the next attempt is started."""
+    back = onset.attempt < started.attempt and started.restored_step < onset.step
+    return replace(onset, open=onset.open and not back)
 
 
 def _with_action(state: RunState, event: Decided) -> RunState:

@@ -12,7 +12,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["CheckpointFacts", "KeepBest", "KeepEvery", "KeepLast", "KeepPinned", "KeepYoung", "RetentionPolicy", "kept_steps"]
+__all__ = [
+    "CheckpointFacts",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepPinned",
+    "KeepUpTo",
+    "KeepYoung",
+    "RetentionPolicy",
+    "kept_steps",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,17 @@ class KeepPinned:
     def keep(self, checkpoints: Sequence[CheckpointFacts], *, now_s: float) -> Collection[int]:
         """Those of the named ones that exist."""
         return {c.step for c in checkpoints if c.step in self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepUpTo:
+    """Everything up to a step: as long as it is not certain that the run will not go back there."""
+
+    step: int
+
+    def keep(self, checkpoints: Sequence[CheckpointFacts], *, now_s: float) -> Collection[int]:
+        """The steps up to that one."""
+        return {c.step for c in checkpoints if c.step <= self.step}
 
 
 def kept_steps(policies: Sequence[RetentionPolicy], checkpoints: Sequence[CheckpointFacts], *, now_s: float) -> frozenset[int]:

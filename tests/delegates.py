@@ -17,9 +17,9 @@ from storage.run import RunStore
 from tests.ledgers import config
 
 
-def run_delegate(folder: Path) -> tuple[RunDelegate, list[Any]]:
+def run_delegate(folder: Path, *overrides: str) -> tuple[RunDelegate, list[Any]]:
     """Of a run of two ranks that stores in memory; and all payloads for the keepers, as they come. Close it."""
-    wanted = config("parallel.ranks=2")
+    wanted = config("parallel.ranks=2", *overrides)
     launch = Launch(config=msgspec.to_builtins(wanted), fingerprint="f", changes=[])
     watch = EndWatch(Lookout((), poll_s=60.0, clock=lambda: 0.0), margin_s=0.0)
     delegate = RunDelegate(launch, wanted, RunStore(MemoryStore()), folder=folder, policies=[], endwatch=watch)

@@ -7,6 +7,7 @@ ticks.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -22,8 +23,10 @@ from storage.errors import NoSpace
 from storage.keys import manifest_name, view_name
 from storage.manifest import Manifest
 from storage.merge import merge
-from storage.retention import RetentionPolicy
+from storage.retention import KeepUpTo, RetentionPolicy
 from storage.run import RunStore
+
+log = logging.getLogger(__name__)
 
 OLDEST_UPLOAD_S = 24 * 3600.0  # an unfinished upload that began before may be swept: no writer works on one pack for a day
 
@@ -60,6 +63,14 @@ class Leavings:
 
     step: int
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """What there is from a step on is in doubt."""
+
+    onset: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +114,12 @@ class Committer:
         """
         self._run, self._policies, self._grace_s, self._wake = run, policies, grace_s, wake
         self._local, self._digests, self._writers = local, digests, writers
-        self._jobs: queue.SimpleQueue[Job | Group | Leavings | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Group | Leavings | Distrust | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
         self._open = 0
+        self._spared: int | None = None
+        self._bad_since: int | None = None  # of the newest commit: its losses may be in doubt since then
         self._freed = 0  # bytes, since the last commit began or room was made
         self.collect_error = ""
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
@@ -125,6 +138,14 @@ class Committer:
     def discard(self, stored: Sequence[PackStored]) -> None:
         """Delete packs of one step that will be part of no checkpoint, some time."""
         self._jobs.put(Leavings(stored[0].step, _packs(stored)))
+
+    def spare(self, up_to: int | None) -> None:
+        """Workers are about to load the checkpoint of this step, or an older one: none of them goes. None: they have."""
+        self._spared = up_to
+
+    def distrust(self, onset: int, reason: str) -> None:
+        """Taint every checkpoint from a step on, those whose commit is queued included."""
+        self._jobs.put(Distrust(onset, reason))
 
     def results(self) -> list[Outcome]:
         """What has been committed, or could not be, since the last call."""
@@ -155,6 +176,8 @@ class Committer:
                 self._results.put(self._commit(job))
             elif isinstance(job, Leavings):
                 self._sweep(job)
+            elif isinstance(job, Distrust):
+                self._taint(job)
             else:
                 self._rooms.put(self._room(job))
             self._wake()
@@ -175,6 +198,7 @@ class Committer:
             written = (job.epoch, manifest.digests)  # in another epoch it may equal one that is no part of the history any more
             if job.changed and written == self._digests:
                 return self._stale(job, settled)
+            self._bad_since = manifest.progress.get("bad_since")
             made = self._seal(job, manifest)
         except Exception as error:  # a failed save is reported, and by default does not end the run
             if isinstance(error, NoSpace):  # no answer is missing: it was not committed, and its packs only take room
@@ -235,6 +259,12 @@ class Committer:
         except Exception as error:  # a collection takes them, once no writer of their attempt is at work
             self.collect_error = f"{type(error).__name__}: {error}"
 
+    def _taint(self, job: Distrust) -> None:
+        try:
+            self._run.taint(after=job.onset - 1, reason=job.reason)
+        except Exception as error:  # whoever goes back to before the onset does it again, and not without
+            log.warning("what came after the onset at step %d is not tainted yet: %s", job.onset, error)
+
     def _room(self, group: Group) -> Room:
         freed = self._collect(grace_s=0.0)
         total, self._freed = self._freed, 0
@@ -249,12 +279,14 @@ class Committer:
         return Room(group=group, freed_bytes=total, events=(said,))
 
     def _collect(self, grace_s: float | None = None) -> int:
-        """Delete what no policy keeps; bytes that are free again."""
+        """Delete what no policy keeps and what the run will not go back to; bytes that are free again."""
         if not self._policies:
             return 0
         grace_s, freed = self._grace_s if grace_s is None else grace_s, 0
+        wanted = (self._spared, None if self._bad_since is None else self._bad_since - 1)
+        policies = [*self._policies, *(KeepUpTo(step) for step in wanted if step is not None)]
         try:
-            freed = self._run.collect(self._policies, now_s=time.time(), grace_s=grace_s, writers=self._writers()).freed_bytes
+            freed = self._run.collect(policies, now_s=time.time(), grace_s=grace_s, writers=self._writers()).freed_bytes
             self._run.store.sweep_unfinished(older_than_s=max(self._grace_s, OLDEST_UPLOAD_S))
             self.collect_error = ""
         except (

@@ -30,11 +30,12 @@ from ftrain.checkpoint.messages import (
 from ftrain.compose.args import Launch, Memo
 from ftrain.compose.committer import Committer
 from ftrain.compose.debts import Group
+from ftrain.compose.doubts import Back, go_back
 from ftrain.compose.endwatch import EndWatch
 from ftrain.compose.errand import Errand, outage_waits, patiently
 from ftrain.compose.metrics import MetricsFile
 from ftrain.compose.phasing import phase_status
-from ftrain.compose.skips import before_skip, missed, newest_before, ranges
+from ftrain.compose.skips import before_skip
 from ftrain.compose.speed import Speed
 from ftrain.compose.steps import config_changes, passed_over, step_events, step_status
 from ftrain.compose.storing import StoringDelegate
@@ -44,8 +45,6 @@ from recovery.delegate import AttemptEndInfo, AttemptPlan, Links
 from recovery.events import Event
 from recovery.owner import this_process
 from recovery.state import RunState
-from storage.catalog import CheckpointInfo
-from storage.checkpoint import Checkpoint
 from storage.epoch import read_epochs
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
@@ -69,7 +68,7 @@ class RunDelegate(StoringDelegate):
         self._metrics = MetricsFile(self._local)
         self._speed = Speed()
         self._links: Links | None = None
-        self._going_back: Errand[tuple[int | None, int]] | None = None
+        self._going_back: Errand[Back] | None = None
         self._given_up: tuple[str, ...] = ()  # areas that the next attempt must do without
         self._distrusted: int | None = None  # the older checkpoint that the newest attempt was to begin with instead
         self._planned: int | None = None  # newest commit when the newest attempt was planned
@@ -103,10 +102,8 @@ class RunDelegate(StoringDelegate):
         self._settled = {(info.attempt, info.step) for info in infos if info.state == "valid"}
         owner, before = this_process(), read_epochs(self._run.store)
         self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(owner), starts_from=self._committed)
-        late = missed(ranges(self._config, ()), newest.step, newest.progress) if newest is not None else None
-        if late is not None:
-            newest = self._before(late, infos)
         if newest is not None:
+            self._stored = newest.step, newest.progress
             self._phasing.recall(self._layouts.whole, newest.progress)
             self._layouts.resume(self._phasing.of(newest.step))
         grace_s, digests = self._config.checkpoint.grace_s, (self._epoch, newest.manifest.digests) if newest else None
@@ -139,33 +136,26 @@ class RunDelegate(StoringDelegate):
         """Into the ledger, at the next tick."""
         self._told.append(event)
 
-    def _before(self, update: int, infos: Sequence[CheckpointInfo]) -> Checkpoint | None:
-        """Where a run goes on from, so that it passes over data that its newest state has seen."""
-        start = newest_before(infos, update)
-        self._run.taint(after=start, reason=before_skip(update))
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=start)
-        self._committed = self._planned = start
-        return self._run.open(start) if start is not None else None
-
     def recall(self, state: RunState) -> None:
         """What an earlier coordinator had noted."""
         self._doubts.recall(state.onsets)
+        self._distrust()
         self._copies.recall(state.copied)
         if self._takes_over:
             self._done, self._held = state.step, (state.attempt, min(state.snapshot_step, state.step))
         self._phasing.recorded = state.training_phase
         self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
         self._skips = state.skips
+        self._told += self._places.pass_over(self._skipped, self._epoch, self._committed)
 
     def ready(self, previous: AttemptEndInfo | None) -> bool:
         """A run that must go back has its work in storage to do first, however long that is away."""
-        back = previous is not None and previous.action == "roll_back"
-        known = self._doubts.give_up(previous.attempt) if previous is not None and back else None
-        if known is None and self._going_back is None and (late := self._missed()) is not None:
-            known = late, before_skip(late)
-        if known is not None:
-            work = partial(self._before_onset, *known)
-            self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
+        if self._going_back is None:
+            found, late = [self._doubts.give_up()], self._missed()
+            found += [(late, before_skip(late)) if late is not None else None]
+            if known := [it for it in found if it is not None]:
+                work = partial(go_back, self._run, *min(known))
+                self._going_back = Errand(work, wake=self.links.wake, waits=outage_waits(self._config))
         return self._going_back is None or self._going_back.done
 
     def plan_attempt(self, attempt: int, previous: AttemptEndInfo | None) -> AttemptPlan:
@@ -190,6 +180,7 @@ class RunDelegate(StoringDelegate):
             release += self._give_up_older()
             older = {}
         self._planned = self._committed
+        self._spare(self._planned)
         start = self._start(differently)
         self._distrusted = start.step if (start.step or 0) < (self._committed or 0) else None
         copied = self._copies.reachable({place.node for place in self.links.places()}) if self._memory_step is None else None
@@ -221,28 +212,18 @@ class RunDelegate(StoringDelegate):
         self._parts.clear()
         return self._layouts.only_own()
 
-    def _before_onset(self, onset: int, reason: str) -> tuple[int | None, int]:
-        """Go back to the newest checkpoint before the onset of what went wrong: its step, the new epoch. May be repeated."""
-        step = newest_before(self._run.checkpoints(), onset)
-        self._run.taint(after=step, reason=reason)
-        return step, self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
-
     def _went_back(self) -> tuple[str, ...]:
         """If the run has gone back, the memory areas, which are void then."""
         done, self._going_back = self._going_back, None
         if done is None:
             return ()
-        step, self._epoch = done.result
-        self._memory_step, self._committed = None, step
-        self._done, self._held = step or 0, None
-        self._told += self._entered(step)
+        back = done.result
+        self._memory_step, self._committed, self._epoch, self._stored = None, back.step, back.epoch, None
+        self._done, self._held = back.step or 0, None
+        self._told += [*self._entered(back.step), *back.told()]
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
         return self._layouts.void()
-
-    def _take_epoch(self, step: int | None) -> list[Event]:
-        self._epoch = self._run.take_epoch(owner=msgspec.to_builtins(this_process()), starts_from=step)
-        return self._entered(step)
 
     def _entered(self, step: int | None) -> list[Event]:
         self._moved.clear()
@@ -265,7 +246,9 @@ class RunDelegate(StoringDelegate):
         if isinstance(message, Doubt):
             if message.corruption and message.rank is not None and self._config.recovery.corruption == "exclude":
                 self.links.leave_out(message.rank, "silent_corruption", message.reason)
-            return self._doubts.on_doubt(message, attempt)
+            told = self._doubts.on_doubt(message, attempt)
+            self._distrust()
+            return told
         if isinstance(message, StepTimes | Traced):
             return self._metrics.measured(message, self._layouts.now, attempt)
         self._last.final = message
@@ -308,6 +291,7 @@ class RunDelegate(StoringDelegate):
             self._copies.began_at(ready.step)
             self._done, self._held = ready.step, (attempt, ready.step)
             found += [*self._dropped(attempt, ready.step), *self._rolled_back(ready)]
+            self._spare(None)
             found += self._places.resumed_from(self._epoch, ready.step)
             now, source, begun = time.time(), ready.source, tuple(ready.begun)
             found.append(events.Ready(t=now, attempt=attempt, step=ready.step, source=source, proof=ready.proof, begun=begun))
@@ -320,10 +304,10 @@ class RunDelegate(StoringDelegate):
         """
         if ready.source not in ("storage", "local") or self._planned is None or ready.step >= self._planned:
             return []
-        if ready.step == self._distrusted:  # what is newer does load, but nothing went on from it: it is kept
-            self._run.taint(after=ready.step, reason="attempts that began with it brought no new step")
-        self._committed = ready.step
-        return self._take_epoch(ready.step)
+        kept = ready.step == self._distrusted  # what is newer does load, but nothing went on from it
+        back = go_back(self._run, ready.step + 1, "attempts that began with it brought no new step" if kept else "")
+        self._epoch, self._committed = back.epoch, back.step
+        return self._entered(back.step)
 
     def _forget_unfinished(self, attempt: int) -> None:
         """Snapshots that some rank did not live to take will never be whole."""

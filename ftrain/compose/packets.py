@@ -62,10 +62,22 @@ class Packets:
             earlier,
             command=self._command,
             steps_at_risk=max(0, state.step - stored),
-            further=self._further(state, decided.attempt),
+            onset=min((onset.step for onset in state.onsets if onset.open), default=None),
+            further=(*self._passing(state, decided.attempt), *self._trusting(state, decided.attempt)),
         )
 
-    def _further(self, state: RunState, attempt: int) -> tuple[Option, ...]:
+    def _trusting(self, state: RunState, attempt: int) -> tuple[Option, ...]:
+        """Where a watch of the numbers has ended it: to go on without that watch."""
+        found = next((onset for onset in state.onsets if onset.attempt == attempt and onset.open), None)
+        if self._skips is None or found is None:
+            return ()
+        watch, what = ("nonfinite_steps", "not finite") if "not finite" in found.reason else ("spike_z", "far too high")
+        again = f"the steps since the newest checkpoint before step {found.step} done again"
+        costs = f"{again}, and from then on losses that are {what} end the run no more"
+        command = f"{self._command} --set recovery.{watch}=0"
+        return (Option(what="the losses are fine: go on without this watch", costs=costs, command=command),)
+
+    def _passing(self, state: RunState, attempt: int) -> tuple[Option, ...]:
         """Where the same updates made no sense twice: to go on without their data."""
         found = state.doubted(attempt)
         if self._skips is None or found is None or not found.again:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftrain.checkpoint.messages import PackFailed, PackStored
 from ftrain.compose.holder import Holder
-from ftrain.compose.skips import missed, ranges
+from ftrain.compose.skips import Range, missed
 from ftrain.compose.stores import local_tier_url, open_configured
 from ftrain.compose.tiers import LocalTier, Mirror
 from ftrain.config import Config
@@ -55,8 +55,6 @@ class Places:
             try:
                 self._local = LocalTier(url, wake, self._run.store)
                 self._local.begin(epoch, epochs, committed)
-                if missed(ranges(self._config, ()), self._local.step or 0, self._local.progress()) is not None:
-                    self._local.rolled_back(epoch, committed or 0)  # it has seen data that are to be passed over
             except StorageError as error:
                 self._local = None
                 found.append(notice("local", f"there is no local tier: {error}"))
@@ -70,6 +68,15 @@ class Places:
             if committed is not None:
                 self._mirror.committed(committed)
         return found
+
+    def pass_over(self, skipped: Sequence[Range], epoch: int, committed: int | None) -> list[Event]:
+        """A state of the local tier that has seen data of these ranges, all that there are, is given up."""
+        try:
+            late = self._local is not None and missed(skipped, self._local.step or 0, self._local.progress()) is not None
+        except StorageError as error:
+            self._local = None
+            return [notice("local", f"the local tier is given up: {error}")]
+        return self._take_back(epoch, committed or 0) if late else []
 
     @property
     def local_step(self) -> int | None:

@@ -24,7 +24,10 @@ def ranges(config: Config, decided: Iterable[Range]) -> list[Range]:
 
 
 def missed(declared: Sequence[Range], step: int, progress: Mapping[str, Any]) -> int | None:
-    """The first update that a declared range was to change and that the state of `step` has done without it; None: none."""
+    """The first update that a range was to change and that the state of `step` has done without it; None: none.
+
+    `declared`: all of them, those that were decided on included: of two equal ones the second passes over what comes next.
+    """
     behind = [(first, last) for first, last, _ in progress.get("skipped", ())]
     late = []
     for entry in declared:

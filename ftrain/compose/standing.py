@@ -118,7 +118,7 @@ def finished_step(config: Config) -> int | None:
         store = open_configured(config.storage, config.run.url)
         try:
             last = RunStore(store).open(tainted=False)
-            seen = missed(ranges(config, ()), last.step, last.progress)
+            seen = missed(ranges(config, state.skips), last.step, last.progress)
             least = config.run.steps + (state.outcome != "finished")
             if last.step < least or last.passed_over or seen is not None:
                 return None

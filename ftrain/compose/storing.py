@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,6 +30,7 @@ from ftrain.compose.doubts import Doubts
 from ftrain.compose.elastic import ElasticDelegate
 from ftrain.compose.last import LastState
 from ftrain.compose.rooms import Rooms
+from ftrain.compose.skips import missed
 from ftrain.config import Config
 from recovery import events
 from recovery.delegate import Saved
@@ -53,6 +55,9 @@ class StoringDelegate(ElasticDelegate):
         self._debts = Debts()
         self._last = LastState()
         self._doubts = Doubts()
+        self._stored: tuple[int, Mapping[str, Any]] | None = (
+            None  # step and progress of the checkpoint that the run goes on from
+        )
         self._rooms = Rooms()
         self._abandoned: set[Group] = set()  # for good, because a rank's pack could not be stored
         self._memory_step: int | None = None
@@ -71,11 +76,24 @@ class StoringDelegate(ElasticDelegate):
         return ()
 
     def _missed(self) -> int | None:
-        """The first update that the state in memory was to do with other data; what came of it does not count then."""
-        late = self._given.missed(self._skipped, self._phasing.cursor.step)
+        """The first update that the newest state, of memory or of storage, was to do with other data; what came of it does not
+        count then. Ranges that were decided on are known from the ledger only: a declared one may be equal to one of them.
+        """
+        found = [self._given.missed(self._skipped, self._phasing.cursor.step)]
+        found += [missed(self._skipped, *self._stored)] if self._stored is not None else []
+        late = min((update for update in found if update is not None), default=None)
         if late is not None:
             self._doubts.read_otherwise(self._attempt, late)
         return late
+
+    def _distrust(self) -> None:
+        """What is in doubt is tainted at once: nobody knows which way the attempt ends, and who looks into storage then."""
+        if self._doubts.open is not None and self._committer is not None:
+            self._committer.distrust(*self._doubts.open)
+
+    def _spare(self, up_to: int | None) -> None:
+        if self._committer is not None:
+            self._committer.spare(up_to)
 
     def on_keeper(self, payload: bytes) -> Sequence[Event]:
         """One rank's pack is in storage, or could not be put there. May be said twice."""

@@ -273,7 +273,7 @@ class Loop:
             [piece for piece in self.engine.pieces() if piece.owner],
             step=progress.step,
             upload=upload,
-            progress={**progress.record(), "taken_s": time.time()},
+            progress={**progress.record(), "bad_since": self.watch.bad_since(progress.step), "taken_s": time.time()},
         )
         self._kept = progress.step
 

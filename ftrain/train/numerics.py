@@ -66,6 +66,12 @@ class Watch:
             return math.inf
         return self.bounds.replay_norm * statistics.median(self.norms)
 
+    def bad_since(self, step: int) -> int | None:
+        """Since when steps have been bad without a break, the one just seen included: what may turn out to be an onset."""
+        bounds = self.bounds
+        length = max(self.nonfinite if bounds.nonfinite_steps else 0, self.spiking if bounds.spike_z else 0)
+        return step - length + 1 if length else None
+
     def see(self, *, step: int, loss: float, applied: bool, norm: float = math.nan) -> Trouble | None:
         """Take in a finished step; what is wrong now, if anything."""
         if applied and math.isfinite(norm):

@@ -8,13 +8,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ftrain.compose.proof import stored_digests
-from ftrain.data.dataset import Dataset
-from ftrain.data.writer import TokenWriter
-from ftrain.load import load
 from recovery.codes import ExitCode
 from recovery.events import (
     AttemptStarted,
@@ -33,35 +29,20 @@ from tests.chaos.table import SLOWLY
 from tests.commands import ftrain, ftrain_json
 from tests.nodes_run import nodes_run
 from tests.runs import TinyRun, kill_tree, no_process_left
+from tests.spoiled import BATCH, spoiled_corpus
+from tests.spoiled import WATCH as SEEN
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
 
-STEPS, BATCH, SEQ = 40, 8, 32
+STEPS = 40
 BAD = (30, 31)  # updates whose data make no sense
-WATCH = ("--set", "optimizer.lr=1e-2", "--set", "recovery.spike_z=8", "--set", "recovery.spike_steps=1")
-
-
-def write(prefix: str, tokens: np.ndarray) -> None:
-    with TokenWriter(prefix, vocab=257) as out:
-        out.add(tokens)
-        out.end_document()
+WATCH = (*SEEN, "--set", "recovery.spike_steps=1")
 
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A corpus that is learnt at once (two tokens in turn), but for what the updates in BAD read: that is noise."""
-    folder = tmp_path_factory.mktemp("spoiled")
-    prefix = str(folder / "corpus")
-    tokens = np.resize(np.array([7, 8]), 2000 * SEQ + 1)
-    write(prefix, tokens)
-    run = TinyRun(folder=folder / "look", corpus=prefix, steps=STEPS)
-    order = Dataset(load(run.config, []), root=str(folder))
-    noise = np.random.default_rng(0)
-    batch = order.sequences((BAD[0] - 1) * BATCH, (BAD[1] - BAD[0] + 1) * BATCH)
-    for window in batch.ids.tolist():
-        tokens[window * SEQ : (window + 1) * SEQ] = noise.integers(10, 250, SEQ)
-    write(prefix, tokens)
-    return prefix
+    return spoiled_corpus(tmp_path_factory.mktemp("spoiled"), BAD, steps=STEPS)
 
 
 @pytest.fixture(scope="module")

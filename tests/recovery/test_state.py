@@ -184,6 +184,21 @@ def test_an_onset_is_void_once_the_run_goes_back_and_stays_so_when_told_again() 
     assert fold(crashed_once()).onsets == ()
 
 
+@pytest.mark.parametrize("decided", ["roll_back", "restart", "stop_for_human"])
+def test_an_onset_is_open_until_an_attempt_begins_before_it_whatever_comes_between(decided: ev.Action) -> None:
+    left = [ev.StopRequested(t=132, by="ftrain stop"), ev.RunEnded(t=133, outcome="stopped"), ev.RunStarted(t=140, run_id="r")]
+    history = [*doubted(decided=decided), *left, ev.EpochTaken(t=140, epoch=2, starts_from=19)]
+
+    def still_open(attempt: int, step: int) -> bool:
+        begun = ev.AttemptStarted(t=141, attempt=attempt, ranks=2, source="storage", restored_step=step)
+        return fold([*history, begun]).onsets[0].open
+
+    assert fold(history).onsets[0].open
+    assert not still_open(2, 19)
+    assert still_open(2, 20), "it begins with what is in doubt"
+    assert still_open(1, 19), "its own attempt, told again"
+
+
 def test_what_is_committed_goes_back_with_the_run() -> None:
     committed = ev.CheckpointCommitted(t=1, attempt=0, step=30, epoch=0, nbytes=1, seconds=1.0)
     assert fold([committed, ev.EpochTaken(t=2, epoch=1, starts_from=20)]).committed_step == 20

@@ -127,15 +127,18 @@ def write_packs(
     dim: int = 0,
     compressor: Compressor | None = None,
     specs: Mapping[str, ArraySpec] | None = None,
+    **more: Any,
 ) -> Manifest:
-    """Store the packs of a checkpoint; returns its manifest, uncommitted. `specs`: other arrays than this module's."""
+    """Store the packs of a checkpoint; returns its manifest, uncommitted. `specs`: other arrays than this module's; `more`: in
+    its progress record.
+    """
     specs = SPECS if specs is None else specs
     deliveries = []
     for number, boxes in enumerate(deal(specs, writers, dim)):
         data, delivery = build_pack(specs, values, boxes, pack_name(epoch, attempt, number), compressor)
         store.put(RunStore(store).pack_key(step, epoch, attempt, number), data)
         deliveries.append(delivery)
-    progress: dict[str, Any] = {"step": step, "tokens": 10 * step}
+    progress: dict[str, Any] = {"step": step, "tokens": 10 * step, **more}
     return merge(deliveries, step=step, epoch=epoch, attempt=attempt, progress=progress, created_s=1e9 + step)
 
 

@@ -12,6 +12,7 @@ from storage.retention import (
     KeepEvery,
     KeepLast,
     KeepPinned,
+    KeepUpTo,
     KeepYoung,
     RetentionPolicy,
     kept_steps,
@@ -39,6 +40,7 @@ FACTS = [
         pytest.param([KeepBest(1, mode="highest")], {10, 50}, id="highest"),
         pytest.param([KeepYoung(250.0)], {40, 50}, id="young"),
         pytest.param([KeepPinned(frozenset({10, 11}))], {10, 50}, id="pinned"),
+        pytest.param([KeepLast(1), KeepUpTo(20)], {10, 20, 50}, id="up to a step"),
         pytest.param([KeepLast(1), KeepEvery(30), KeepBest(2)], {20, 30, 40, 50}, id="any of them"),
     ],
 )

@@ -16,7 +16,7 @@ from tests.storage.test_commit import states
 
 OLD, BAD, NEW = (random_values(SPECS, seed) for seed in (1, 2, 3))
 GRACE = 3600.0
-REASON = "the run went back to before step 15: loss spike"
+REASON = "the run goes back to before step 15: loss spike"
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_it_can_be_had_by_its_step_and_verifies(store: ClockStore) -> None:
     run = roll_back(store)
     assert holds(run.open(30), BAD)
     assert run.open(30).verify().ok
-    with pytest.raises(NoCheckpoint, match=r"tainted: the run went back to before step 15: loss spike"):
+    with pytest.raises(NoCheckpoint, match=r"tainted: the run goes back to before step 15: loss spike"):
         run.open(30, tainted=False)
     with pytest.raises(NoCheckpoint):
         run.take_epoch(owner={}, starts_from=30)  # no history goes on from it

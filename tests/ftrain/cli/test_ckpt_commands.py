@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunStore:
     epoch = run.take_epoch(owner={})
     for step in (10, 20):
         save(run, VALUES, step=step, epoch=epoch)
-    run.taint(after=10, reason="the run went back to before step 15: loss spike")
+    run.taint(after=10, reason="the run goes back to before step 15: loss spike")
     write_packs(run.store, VALUES, step=30, epoch=run.take_epoch(owner={}, starts_from=10))
     return run
 
@@ -62,7 +62,7 @@ def facts(*words: str) -> Any:
 def test_ls_shows_what_is_known_and_nothing_else(run: RunStore) -> None:
     rows = {line.split()[0]: line for line in told("ls", run.store.url).splitlines()}
     assert "valid" in rows["10"]
-    assert "the run went back to before step 15: loss spike" in rows["20"]
+    assert "the run goes back to before step 15: loss spike" in rows["20"]
     assert rows["30"].split() == ["30", "incomplete", "there", "is", "no", "commit"]  # neither a date of 1970 nor epoch -1
     assert [row["state"] for row in facts("ls", run.store.url)] == ["valid", "tainted", "incomplete"]
 

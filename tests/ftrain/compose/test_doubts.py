@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from ftrain.checkpoint.messages import Doubt, StepDone
-from ftrain.compose.doubts import Doubts
+from ftrain.compose.doubts import Doubts, go_back
 from ftrain.compose.skips import Told, newest_before
-from recovery.events import Event, Suspected
+from recovery.events import Event, StorageNotice, Suspected
 from recovery.state import Onset
 from storage.catalog import CheckpointInfo, CheckpointState
+from storage.keys import step_folder
+from storage.memory import MemoryStore
+from storage.run import RunStore
+from tests.storage.building import SPECS, random_values, save
 
 
 def done(step: int, loss: float) -> StepDone:
@@ -34,16 +38,15 @@ def test_back_to_the_newest_valid_checkpoint_before_the_onset() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
     doubts.on_doubt(Doubt(step=26, reason="not finite", onset=26), attempt=3)  # in doubt since the earliest
-    onset, _ = doubts.give_up(3) or (0, "")
+    onset, _ = doubts.give_up() or (0, "")
     assert newest_before(infos(5, 10, 15, 20, 25, fenced=15), onset) == 10
-    assert doubts.give_up(3) is None  # once
-    assert doubts.give_up(4) is None
+    assert doubts.give_up() is None, "once"
 
 
 def test_back_to_the_start_if_there_is_none() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=4, reason="not finite", onset=2), attempt=0)
-    onset, _ = doubts.give_up(0) or (99, "")
+    onset, _ = doubts.give_up() or (99, "")
     assert newest_before(infos(10), onset) is None
 
 
@@ -51,24 +54,71 @@ def test_a_doubt_that_was_cleared_sends_nobody_back() -> None:
     doubts = Doubts()
     (event,) = doubts.on_doubt(Doubt(step=4, reason="finite when repeated"), attempt=0)
     assert isinstance(event, Suspected)
-    assert doubts.give_up(0) is None
+    assert doubts.give_up() is None
 
 
-def test_what_was_on_its_way_since_the_onset_is_void_in_earlier_attempts_only() -> None:
+def test_what_is_on_its_way_since_the_onset_is_void_at_once_and_for_good() -> None:
     doubts = Doubts()
     doubts.on_doubt(Doubt(step=25, reason="loss spike", onset=20), attempt=3)
-    doubts.give_up(3)
-    void = {(attempt, step) for attempt in (2, 3, 4) for step in (19, 20, 25) if doubts.is_void(attempt, step)}
-    assert void == {(2, 20), (2, 25), (3, 20), (3, 25)}
+    for _ in range(2):
+        void = {(attempt, step) for attempt in (2, 3, 4) for step in (19, 20, 25) if doubts.is_void(attempt, step)}
+        assert void == {(2, 20), (2, 25), (3, 20), (3, 25)}
+        doubts.give_up()
+
+
+def test_a_doubt_that_is_told_again_sends_nobody_back_twice() -> None:
+    doubts = Doubts()
+    doubt = Doubt(step=25, reason="loss spike", onset=20)
+    doubts.on_doubt(doubt, attempt=3)
+    doubts.give_up()
+    doubts.on_doubt(doubt, attempt=3)
+    assert doubts.open is None
+    doubts.on_doubt(doubt, attempt=4)
+    assert doubts.give_up() == (20, "the run goes back to before step 20: loss spike")
 
 
 def test_a_coordinator_that_takes_over_knows_what_the_ledger_knows() -> None:
     doubts = Doubts()
-    old = Onset(attempt=1, step=8, reason="not finite", void=True)
-    doubts.recall([old, Onset(attempt=3, step=20, reason="loss spike")])
-    assert [doubts.is_void(1, 8), doubts.is_void(3, 20)] == [True, False]
-    assert doubts.give_up(3) == (20, "the run went back to before step 20: loss spike")
+    old = Onset(attempt=1, step=8, reason="not finite", void=True, open=False)
+    doubts.recall([old, Onset(attempt=3, step=20, reason="loss spike", void=True)])
+    assert [doubts.is_void(1, 8), doubts.is_void(2, 8), doubts.is_void(3, 20)] == [True, False, True]
+    assert doubts.give_up() == (20, "the run goes back to before step 20: loss spike")
     assert doubts.is_void(3, 20)
+
+
+def run_of(*steps: int) -> RunStore:
+    run = RunStore(MemoryStore())
+    epoch = run.take_epoch(owner={})
+    for step in steps:
+        save(run, random_values(SPECS, step), step=step, epoch=epoch)
+    return run
+
+
+def test_going_back_taints_what_is_later_and_may_be_done_again() -> None:
+    run = run_of(10, 20, 30)
+    first, second = (go_back(run, 20, "loss spike") for _ in range(2))
+    assert (first.step, second.step, second.epoch, first.told()) == (10, 10, first.epoch + 1, [])
+    assert {info.step: info.state for info in run.checkpoints()} == {10: "valid", 20: "tainted", 30: "tainted"}
+
+
+def test_a_checkpoint_that_cannot_be_gone_back_to_is_passed_over_and_that_is_told() -> None:
+    run = run_of(10, 20, 30)
+    run.store.delete(next(info.key for info in run.store.list(step_folder(20)) if info.key.endswith(".pack")))
+    back = go_back(run, 25, "loss spike")
+    assert (back.step, list(back.passed)) == (10, [20])
+    (told,) = back.told()
+    assert isinstance(told, StorageNotice)
+    assert told.text.startswith("step 20 cannot be gone back to")
+
+
+def test_with_nothing_left_before_the_onset_the_run_begins_anew_and_says_so() -> None:
+    run = run_of(30)
+    back = go_back(run, 20, "loss spike")
+    assert back.step is None
+    (told,) = back.told()
+    assert isinstance(told, StorageNotice)
+    assert "begins anew" in told.text
+    assert [info.state for info in run.checkpoints()] == ["tainted"]
 
 
 def test_a_repetition_that_differs_in_one_bit_is_said_once() -> None:

@@ -74,3 +74,26 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_supervisor(tmp_path: 
     (tmp_path / "packets").write_text("in the way")
     tell(tmp_path, story("stop_for_human"))
     assert str(packet_file(tmp_path, "e1-v1")) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "watch"), [("loss spike: 9 is 30 robust deviations above 1", "spike_z"), ("loss not finite", "nonfinite_steps")]
+)
+def test_a_run_in_doubt_goes_back_and_a_person_can_say_that_nothing_is_wrong(tmp_path: Path, reason: str, watch: str) -> None:
+    verdict = Verdict(class_="numeric_divergence", component="numerics", reason=reason)
+    told = story("stop_for_human")
+    told[-2:-2] = [events.Suspected(t=18.5, attempt=0, since=18.0, reason=reason, onset=9, until=14)]
+    told[-2] = events.InterruptionClassified(t=19.0, attempt=0, verdict_id="e1-v1", verdict=verdict)
+    state = RunState()
+    packets = Packets(tmp_path, "ftrain run x.toml", lambda: state, skips=())
+    for event in told:
+        state = apply(state, event)
+        packets.on_event(event)
+    packet = waiting(told, tmp_path)
+    assert packet is not None
+    *_, trusting, again = packet.options
+    assert trusting.command == f"ftrain run x.toml --set recovery.{watch}=0"
+    assert again.what == "go back to before step 9 and try again"
+    assert (
+        again.costs == "the steps since the newest checkpoint before step 9 done again, and the same failure if nothing changed"
+    )

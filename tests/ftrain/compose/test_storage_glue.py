@@ -14,6 +14,7 @@ from ftrain.checkpoint.messages import PackStored
 from ftrain.compose.committer import Committer, Job, Outcome
 from ftrain.compose.holder import Holder, check_holder
 from ftrain.compose.places import Places
+from ftrain.compose.skips import ranges
 from ftrain.compose.stores import local_tier_url, open_known, store_options
 from ftrain.compose.tiers import LocalTier, mirror_checkpoint
 from ftrain.config import Storage
@@ -26,7 +27,7 @@ from storage.keys import pack_name, step_folder
 from storage.lease import read_holder, renew
 from storage.memory import MemoryStore
 from storage.objects import ObjectStore, open_store
-from storage.retention import RetentionPolicy
+from storage.retention import KeepLast, RetentionPolicy
 from storage.run import RunStore
 from storage.s3 import S3Options
 from tests.storage.building import SPECS, build_pack, deal, random_values, save
@@ -97,7 +98,9 @@ def test_the_holder_lets_go_at_its_end_and_notices_a_take_over() -> None:
     assert (held.record.epoch, held.over) == (5, False), "the zombie did not let go for the new owner"
 
 
-def parts(store: ObjectStore, values: dict, step: int, epoch: int) -> tuple[PackStored, ...]:  # type: ignore[type-arg]
+def parts(  # type: ignore[type-arg]
+    store: ObjectStore, values: dict, step: int, epoch: int, *, bad_since: int | None = None
+) -> tuple[PackStored, ...]:
     found = []
     hands = deal(SPECS, 2)
     for rank, boxes in enumerate(hands):
@@ -111,7 +114,7 @@ def parts(store: ObjectStore, values: dict, step: int, epoch: int) -> tuple[Pack
                 rank=rank,
                 world=len(hands),
                 manifest=manifest,
-                progress={"taken_s": 1234.5},
+                progress={"taken_s": 1234.5, "bad_since": bad_since},
                 seconds=0.1,
                 retries=2,
             )
@@ -135,14 +138,21 @@ class Committing:
         self.done = threading.Semaphore(0)
         self.committer = Committer(self.run, policies, grace_s=grace_s, wake=self.done.release, writers=writers)
 
+    def valid(self) -> list[int]:
+        """The steps that count once all is done that was asked for."""
+        self.committer.close()
+        return [info.step for info in self.run.checkpoints() if info.state == "valid"]
+
     def packs(self) -> list[int]:
         """The steps of which there are packs."""
         return sorted(
             {int(info.key.split("/")[1][5:]) for info in self.store.list("checkpoints/") if info.key.endswith(".pack")}
         )
 
-    def commit(self, values: dict, step: int, *, changed: bool) -> Outcome:  # type: ignore[type-arg]
-        made = parts(self.store, values, step, self.epoch)
+    def commit(  # type: ignore[type-arg]
+        self, values: dict, step: int, *, changed: bool, bad_since: int | None = None
+    ) -> Outcome:
+        made = parts(self.store, values, step, self.epoch, bad_since=bad_since)
         self.committer.submit(Job(epoch=self.epoch, attempt=0, step=step, parts=made, begin=0.0, changed=changed))
         assert self.done.acquire(timeout=30)
         (outcome,) = self.committer.results()
@@ -165,6 +175,29 @@ def test_a_stale_snapshot_raises_the_alarm_and_is_not_committed() -> None:
     assert committing.commit(OTHER, 50, changed=True).committed, "after a roll-back it may equal what was given up"
     assert [info.step for info in committing.run.checkpoints() if info.state == "valid"] == [10, 30, 40, 50]
     committing.committer.close()
+
+
+@pytest.mark.parametrize(("after", "valid"), [((), [10, 20, 30]), ((40,), [40])])
+def test_while_losses_are_bad_nothing_before_they_became_so_is_collected(after: tuple[int, ...], valid: list[int]) -> None:
+    """If they stay bad, that is where the run goes back to; if not, it is collected with the next commit."""
+    committing = Committing(MemoryStore())
+    for step in (10, 20):
+        assert committing.commit(VALUES, step, changed=False).committed
+    committing.committer._policies = [KeepLast(1)]
+    for step, since in ((30, 29), *((step, None) for step in after)):
+        assert committing.commit(VALUES, step, changed=False, bad_since=since).committed
+    assert committing.valid() == valid
+
+
+@pytest.mark.parametrize(("spared", "valid"), [(20, [10, 20, 30]), (None, [30])])
+def test_what_workers_are_about_to_load_is_not_collected(spared: int | None, valid: list[int]) -> None:
+    committing = Committing(MemoryStore())
+    for step in (10, 20):
+        assert committing.commit(VALUES, step, changed=False).committed
+    committing.committer._policies = [KeepLast(1)]
+    committing.committer.spare(spared)
+    assert committing.commit(VALUES, 30, changed=False).committed
+    assert committing.valid() == valid
 
 
 def test_retries_of_the_writers_stand_in_the_commit() -> None:
@@ -274,6 +307,7 @@ def test_a_local_state_that_has_read_what_is_to_be_passed_over_is_given_up(
     before, epoch = read_epochs(run.store), run.take_epoch(owner={})
     places = Places(config, run, [])
     assert places.begin(epoch, before, None, lambda: None) == []
+    assert places.pass_over(ranges(config, ()), epoch, None) == []
     assert places.local_step == step
     places.close()
 

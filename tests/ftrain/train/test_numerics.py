@@ -40,6 +40,26 @@ def test_a_lasting_spike_is_dated_to_its_onset_and_a_short_one_is_none() -> None
     assert watched([*calm, *[9.0] * 50], spike_z=0) == []
 
 
+@pytest.mark.parametrize(
+    ("losses", "bounds", "since"),
+    [
+        ([9.0, 9.0], {}, 41),
+        ([9.0, 9.0, 2.0], {}, None),
+        ([9.0], {"spike_z": 0.0}, None),
+        ([math.nan, math.nan], {}, 41),
+        ([math.nan], {"nonfinite_steps": 0}, None),
+    ],
+)
+def test_bad_steps_are_told_before_it_is_certain_that_they_are_trouble(
+    losses: list[float], bounds: dict[str, float], since: int | None
+) -> None:
+    watch = Watch(bounds=Bounds(**bounds))  # type: ignore[arg-type]
+    seen = [*(2.0 + 0.01 * (step % 5) for step in range(40)), *losses]
+    for step, loss in enumerate(seen, 1):
+        watch.see(step=step, loss=loss, applied=math.isfinite(loss))
+    assert watch.bad_since(len(seen)) == since
+
+
 def test_the_deviation_is_that_of_the_median() -> None:
     window = deque([1.0] * 8 + [2.0] * 8 + [4.0])  # median 2, absolute deviations: 8 of 0, 8 of 1, one 2 -> median 1
     window.remove(2.0)
