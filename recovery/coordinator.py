@@ -269,6 +269,7 @@ class Coordinator:
     # an attempt
 
     def _start(self, previous: AttemptEndInfo | None) -> None:
+        self.desk.elastic.tick()  # a quarantine may have ended while nobody was in charge
         number = max(self.desk.journal.state.attempt, *(hello.attempt for hello in self.agent.hellos)) + 1
         try:
             plan = self.delegate.plan_attempt(number, previous)

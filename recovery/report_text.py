@@ -32,7 +32,7 @@ NOTICES = 5
 ATTEMPTS = ("attempt", "ranks", "from step", "ready in", "steps", "lost", "ended by")
 _SPEAKER = re.compile(r"\[rank(\d+)\]: ")
 _LABEL = re.compile(r" *(?:\S+ {2,}|\(\d+\) )")  # what stands before the text of a line: `cause      `, `(1) `
-_COMMAND = re.compile(r"command: |  go on  |  option .*: ftrain ")  # what somebody copies, and would copy with its breaks
+_COMMAND = re.compile(r"command: |  go on  |  option .*: (cd|ftrain) ")  # what somebody copies, and would copy with its breaks
 
 
 def lines(report: Report) -> list[str]:

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from ftrain.schemes import is_local
+
+
+def from_here(words: Sequence[str]) -> str:
+    """A command for any shell in any folder: the paths in it, and in what it reads, are relative to this one."""
+    return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
 
 
 def no_run(run_url: str) -> str:

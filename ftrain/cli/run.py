@@ -5,7 +5,6 @@ ftrain run ftrain.toml
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import from_here
 from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
@@ -155,10 +155,12 @@ def run_supervised(folder: Path, held: Claim) -> int:
 
 
 def again(config_path: str, overrides: Sequence[str], *, accept_change: bool, origin: str | None) -> str:
-    """The command that goes on with this run, to be pasted into a shell."""
+    """The command that goes on with this run, to be pasted into a shell; what is relative in it and in the config is so from
+    here, and elsewhere would be another run.
+    """
     words = ["ftrain", "run", config_path, *(word for value in overrides for word in ("--set", value))]
     words += ["--accept-change"] if accept_change else []
-    return shlex.join([*words, *(("--from", origin) if origin else ())])
+    return from_here([*words, *(("--from", origin) if origin else ())])
 
 
 def split_step(text: str) -> tuple[str, int | None]:

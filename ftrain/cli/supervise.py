@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftrain.cli import render
+from ftrain.cli.hints import from_here
 from ftrain.cli.problems import told
 from ftrain.cli.types import COUNT, POSITIVE, Finite
 from recovery.codes import ExitCode
@@ -109,7 +110,7 @@ def supervise(**given: Any) -> None:
     from recovery.logs import misread
 
     command = ["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]] if "supervise" in sys.argv else []
-    launch = launch_of(given, shlex.join(command))
+    launch = launch_of(given, from_here(command) if command else "")
     with told():
         other = made_by_another(launch)
         folder, held = prepare(launch)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ftrain.compose.proof import stored_digests
+from recovery.client import ask
 from recovery.codes import ExitCode
 from recovery.events import (
     AttemptStarted,
@@ -157,6 +158,18 @@ def test_a_link_that_fails_twice_within_minutes_costs_its_place_and_once_does_no
     assert [event.action for event in events if isinstance(event, Decided)] == ["restart", "restart_exclude_node"]
     assert [(event.node, event.slot) for event in events if isinstance(event, PlaceLost)] == [("localhost", 2)]
     assert [event.ranks for event in events if isinstance(event, AttemptStarted)] == [4, 4, 3]
+
+
+@pytest.mark.slow
+def test_a_start_after_a_quarantine_is_over_begins_on_all_places(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4, micro_batch=1, steps=100_000, extra=blamed(7, 1))
+    with no_process_left(run):
+        for attempts in (2, 3):
+            parent = run.start("--set", "recovery.quarantine_s=0.5")
+            run.wait_for(lambda events, count=attempts: sum(isinstance(event, Ready) for event in events) == count)
+            ask(run.local, "stop")
+            assert finish(parent)[0] == ExitCode.STOPPED
+    assert [event.ranks for event in run.events() if isinstance(event, AttemptStarted)] == [4, 3, 4]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -67,15 +68,13 @@ def test_of_two_starts_at_once_the_refused_one_changes_nothing(corpus: str, tmp_
     """What the winner's next coordinator would read is the winner's; the loser names who holds the run."""
     run = TinyRun(folder=tmp_path, corpus=corpus, steps=100_000)
     rates = (2e-3, 5e-3)
-    starts = [run.start("--set", f"optimizer.lr={rate}") for rate in rates]
-    run.parent = None  # whichever
+    starts = [replace(run).start("--set", f"optimizer.lr={rate}") for rate in rates]
     run.wait_for(lambda events: any(isinstance(event, RunStarted) for event in events))
     lost = wait_for_one(starts)
     code, output = finish(starts[lost])
     assert code == ExitCode.HELD, output
     assert re.search(r"process \d+ on ", " ".join(output.split())), output
     won = 1 - lost
-    run.parent = starts[won]
     written = [msgspec.json.decode((run.local / name).read_bytes()) for name in ("config.json", "launch.json")]
     assert [record.get("config", record)["optimizer"]["lr"] for record in written] == [rates[won]] * 2
     ask(run.local, "stop")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import socket
 from pathlib import Path
@@ -37,10 +39,11 @@ def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, 
     assert notice["text"].startswith(unserved)
     assert [told["packet"] for told in server.received] == [packet]  # once
     assert "software_error in software, first rank 1" in packet["headline"]
-    assert packet["command"] == f"ftrain run {run.config}"
+    command = f"cd {shlex.quote(os.getcwd())} && ftrain run {run.config}"
+    assert packet["command"] == command
     text = ftrain("report", run.url).stdout
     assert unserved in " ".join(text.split())
-    assert f"go on     ftrain run {run.config}" in text
+    assert f"go on     {command}" in text
     assert "ftrain_interruptions_total" in (run.local / "metrics.prom").read_text()
     (incident,) = (run.local / "incidents").glob("*.json")
     again = ftrain_json("classify", str(incident))

@@ -107,6 +107,8 @@ def test_what_is_too_long_for_a_terminal_goes_on_below_its_text() -> None:
     assert folded[4].startswith("      why")
     assert any(path in line for line in folded), "a path is not cut"
     assert folded[-1] == command, "a command is what somebody copies"
+    option = f"  option    restart as it is (4 steps done again): cd {path} && ftrain run my.toml"
+    assert fold([option]) == [option]
     assert max(len(line) for line in folded if path not in line and line != command) <= WIDTH
 
 
