@@ -61,8 +61,8 @@ class Run(Section, frozen=True, kw_only=True):
     local_dir: Annotated[
         str,
         Meta(
-            description="folder on a local disk for logs, sockets and the ledger's open segment; empty: inside `url` if that "
-            "is a local folder, else a per-user cache folder",
+            description="folder on a local disk, of this run alone, for logs, sockets and the ledger's open segment; empty: "
+            "inside `url` if that is a local folder, else a per-user cache folder",
             extra=FREE,
         ),
     ] = ""
@@ -491,7 +491,13 @@ class Recovery(Section, frozen=True, kw_only=True):
         Meta(ge=0, description="places of this machine kept warm beyond parallel.ranks, to take a lost one's part", extra=FREE),
     ] = 0
     layout_hold_s: Annotated[
-        float, Meta(ge=0, description="a layout is kept at least this long before the run grows back", extra=FREE)
+        float,
+        Meta(
+            ge=0,
+            description="a layout is kept at least this long before the run is interrupted to grow onto a place or a node that "
+            "is back by itself; `ftrain admit` acts at once",
+            extra=FREE,
+        ),
     ] = 60.0
     straggler: Annotated[
         Literal["report", "restart", "exclude"],
@@ -508,7 +514,11 @@ class Recovery(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="windows of 20 steps in a row after which it is one", extra=FREE)
     ] = 3
     notice: Annotated[
-        str, Meta(description="file or http URL that says when this machine is taken away; empty: none", extra=FREE)
+        str,
+        Meta(
+            description="file, or http URL, that says when the machine is taken away (forms: docs/recovery.md); empty: none",
+            extra=FREE,
+        ),
     ] = ""
     notice_poll_s: Annotated[
         float, Meta(gt=0, description="how often notices and the scheduler's time limit are looked at", extra=FREE)

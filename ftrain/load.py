@@ -251,7 +251,9 @@ def _plain(value: object) -> object:
 
 
 def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
-    """Applies one `a.b=v` to the data in place; a path into a list uses its index: `data.sources.0.weight=2`."""
+    """Applies one `a.b=v` to the data in place; a path into a list uses an item's index: `data.sources.0.weight=2`. A list that
+    the data leave out has the default's items.
+    """
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
@@ -262,7 +264,9 @@ def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
         last = depth == len(keys) - 1
         if isinstance(node, list):
             if not (key.isdecimal() and len(key) < 19) or int(key) >= len(node):
-                yield Problem(".".join(keys), f"no item {key} (--set)", f"0 to {len(node) - 1}" if node else "an item")
+                name = ".".join(keys[:depth])
+                allowed = f"0 to {len(node) - 1}" if node else f"the whole list: --set '{name}=[...]'"
+                yield Problem(".".join(keys), f"no item {key} in `{name}` (--set)", allowed)
                 return
             slot: Any = int(key)
         elif isinstance(node, dict):
@@ -273,7 +277,7 @@ def apply_override(data: dict[str, Any], override: str) -> Iterator[Problem]:
         if last:
             node[slot] = _value(text.strip(), keys)
         else:
-            node = node.setdefault(slot, {}) if isinstance(node, dict) else node[slot]
+            node = node.setdefault(slot, _left_out(keys[: depth + 1])) if isinstance(node, dict) else node[slot]
 
 
 def _value(text: str, keys: Sequence[str]) -> Any:
@@ -292,10 +296,25 @@ def _value(text: str, keys: Sequence[str]) -> Any:
 
 def _wants_text(keys: Sequence[str]) -> bool:
     """Whether the field of that path holds text."""
+    return isinstance(_type_at(keys), mi.StrType)
+
+
+def _left_out(keys: Sequence[str]) -> list[Any] | dict[str, Any]:
+    """What stands for a list or table that plain data do not mention: the default's items, or an empty table."""
+    if not isinstance(_type_at(keys), mi.VarTupleType):
+        return {}
+    section = _type_at(keys[:-1])
+    fields = section.fields if isinstance(section, mi.StructType) else ()
+    default = next((field.default for field in fields if field.encode_name == keys[-1]), ())
+    return [msgspec.to_builtins(item) for item in default] if isinstance(default, tuple) else []
+
+
+def _type_at(keys: Sequence[str]) -> mi.Type:
+    """The type that the schema has at that path; any, where it has nothing."""
     type_ = bare(mi.type_info(Config))
     for key in keys:
         if isinstance(type_, mi.StructType):
             type_ = bare(next((field.type for field in type_.fields if field.encode_name == key), mi.AnyType()))
         else:
             type_ = bare(type_.item_type) if isinstance(type_, mi.VarTupleType) else mi.AnyType()
-    return isinstance(type_, mi.StrType)
+    return type_

@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable
 from math import isqrt
 
+SLIP = 0.75
+"""Share of letters in common, above which two names are one that was mistyped."""
+
 
 def nearest(value: int, *, multiple_of: int) -> str:
     """A hint with the legal values below and above: multiples, at least one of them."""
@@ -55,3 +58,11 @@ def nearest_words(word: str, known: Iterable[str]) -> list[str]:
     parts = {part: name for name in names for part in (name, *name.split("-"))}
     close = difflib.get_close_matches(word, parts, n=1)
     return [name for name in names if close and (name == close[0] or close[0] in name.split("-"))]
+
+
+def slip(word: str, known: Iterable[str]) -> str:
+    """The known name that `word` is a slip of the finger for; empty if it is another word with some letters in common."""
+    bare, typed = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    swapped = [name for name in bare if sorted(name) == sorted(typed)]
+    close = swapped or difflib.get_close_matches(typed, bare, n=1, cutoff=SLIP)
+    return bare[close[0]] if close else ""

@@ -19,7 +19,7 @@ _HEAD = """# Config reference
 Generated from the schema by `python -m ftrain.reference`; edit `ftrain/config.py` instead.
 
 A config is a TOML file. Precedence: the defaults below, then the file, then `--set a.b=v` (the value in TOML syntax; a bare
-word is text; items of a list by their number: `--set data.sources.0.weight=2`). Unknown keys are errors.
+word is text; items that a list has by their number: `--set data.sources.0.weight=2`). Unknown keys are errors.
 `ftrain run CONFIG --dry-run` prints the resolved config.
 
 Errors are told together: unknown keys, wrong types and values, a `machine.hardware` that is no profile, and values that cannot

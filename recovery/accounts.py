@@ -20,7 +20,11 @@ What the buckets mean (`a -> b`: from event a to event b):
     restart         the decision, or the end of its wait -> all ranks ready again
     stopping        a stop is asked for, or the work is done -> the supervisor leaves, without the steps in between
     absent          no supervisor: between runs, or since the last sign of life of a coordinator that died
+    unrecorded      the last event before a missing segment of the ledger -> the first one after it, without steps told there
     other           inside an attempt between steps, not explained by anything above
+
+What a missing segment held is not made up. If it was the start of the run, or of an attempt of which there is more, nobody can
+say from which state that went on and what it undid: the books do not add up then, and ReportError says which segment it is.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from recovery.events import (
     AttemptStarted,
     Decided,
     Event,
+    InterruptionClassified,
     ProcessDied,
     Ready,
     RunEnded,
@@ -45,6 +50,7 @@ from recovery.events import (
     Suspected,
     steps_of,
 )
+from recovery.gaps import SegmentsMissing
 
 NS = 1_000_000_000
 
@@ -66,6 +72,7 @@ class Bucket(StrEnum):
     RESTART = "restart"
     STOPPING = "stopping"
     ABSENT = "absent"
+    UNRECORDED = "unrecorded"
     OTHER = "other"
 
 
@@ -136,6 +143,11 @@ class Accounts:
         """Tokens of those."""
         self.at_least = False
         """Whether not every step was told: then there may have been more before the first and after the last of an attempt."""
+        self._gap = ""  # that segments of the ledger are missing: the newest so far
+        self._leapt = False  # since the newest of them no step was told
+        self._silent: dict[tuple[int, int], int] = {}  # step that was told after them -> the first that was finished meanwhile
+        self._unbooked = ""  # why the books cannot add up for want of them
+        self._begun: tuple[set[int], set[int]] = (set(), set())  # attempts whose start is told, and whose state
         self._cuts: list[tuple[int, Bucket]] = []  # (since when, bucket); times never decrease
         self._now = 0
         self._progress = 0  # end of the last finished step, or when all ranks were ready
@@ -143,6 +155,7 @@ class Accounts:
         self._steps: dict[tuple[int, int], _Step] = {}
         self._kept: list[_Step] = []  # steps of the history as it stands, by step
         self._ready = (-1, 0)  # attempt, step of the last Ready
+        self._launched = False  # a supervisor is there, and no attempt yet that could be made again
         self._left = False  # a rank has done its work before anybody was told that it was ready
         self._reached: dict[int, int] = {}  # attempt -> the highest step that it is known to have come to
 
@@ -150,10 +163,15 @@ class Accounts:
         """Take one event into the books."""
         before = self._now
         self._now = max(self._now, _ns(event.t))
+        if isinstance(event, SegmentsMissing):
+            self._missing(event, before)
+            return
+        self._needs_its_start(event)
         if not self._cuts:
             if not isinstance(event, RunStarted):
                 return
             self._cuts.append((self._now, Bucket.INITIALISATION))
+            self._launched = True
             return
         self._end_backoff()
         for record in steps_of(event):
@@ -162,6 +180,8 @@ class Accounts:
 
     def close(self, until_s: float | None = None) -> Buckets:
         """The books up to `until_s` (by default: the last event). ReportError if they do not add up."""
+        if self._unbooked:
+            raise ReportError(f"{self._unbooked}, so the books do not add up, and there is no report")
         if not self._cuts:
             raise ReportError("the ledger holds no start of a run")
         start = self._cuts[0][0]
@@ -182,7 +202,7 @@ class Accounts:
 
     def told_as(self, attempt: int, step: int) -> range:
         """The steps that are known to be finished because this one was told."""
-        return range(self._steps[attempt, step].first, step + 1)
+        return range(self._silent.get((attempt, step), self._steps[attempt, step].first), step + 1)
 
     def absent_s(self, begin_s: float, end_s: float) -> float:
         """Seconds between two moments in which nobody had started the run."""
@@ -191,6 +211,31 @@ class Accounts:
             stop - max(start, begin) for start, stop, bucket in self._base(end) if bucket is Bucket.ABSENT and stop > begin
         )
         return sum(spans) / NS
+
+    def _missing(self, event: SegmentsMissing, before: int) -> None:
+        """Of the time between nothing is known, nor of what was finished in it."""
+        self._gap, self._leapt, self.at_least = event.missing(), True, True
+        if not self._cuts:
+            self._unbooked = f"{self._gap}: the start of the run is not recorded"
+            self._cuts.append((self._now, Bucket.UNRECORDED))
+            return
+        self._end_backoff()
+        mode = self._cuts[-1][1]
+        self._switch(Bucket.UNRECORDED, before)
+        self._switch(mode)  # whatever has changed it meanwhile left an event behind the gap, or was the start of an attempt
+        self._progress = self._now
+
+    def _needs_its_start(self, event: Event) -> None:
+        """After a gap: whether it is known how the attempt of this event began."""
+        told, ready = self._begun
+        match event:
+            case AttemptStarted():
+                told.add(event.attempt)
+            case Ready():
+                ready.add(event.attempt)
+        needed = isinstance(event, Ready | AttemptEnded | InterruptionClassified) and event.attempt not in told
+        if self._gap and not self._unbooked and (needed or (any(steps_of(event)) and event.attempt not in told & ready)):
+            self._unbooked = f"{self._gap}: the start of attempt {event.attempt} is not recorded"
 
     def _change(self, event: Event, before: int) -> None:
         """What the event says about the time from now on."""
@@ -201,7 +246,8 @@ class Accounts:
             case AttemptStarted():
                 self._left = False
                 if mode is not Bucket.INITIALISATION:
-                    self._switch(Bucket.RESTART)
+                    self._switch(Bucket.INITIALISATION if self._launched else Bucket.RESTART)
+                self._launched = False
             case Ready():
                 self._is_ready(event)
             case ProcessDied():
@@ -221,7 +267,7 @@ class Accounts:
                     self._roll_back(event.step)
 
     def _run_started(self, event: RunStarted, before: int) -> None:
-        mode = self._cuts[-1][1]
+        mode, self._launched = self._cuts[-1][1], not event.readopted
         self._switch(Bucket.ABSENT, before)
         self._switch(mode if event.readopted and mode is not Bucket.ABSENT else Bucket.INITIALISATION)
 
@@ -257,15 +303,22 @@ class Accounts:
         at, reached = record.step, self._reached.get(attempt, record.step - 1)
         first = reached + 1 if reached < at else at
         self._reached[attempt] = max(reached, at)
-        step = _Step(attempt, at, begin, end, _ns(record.blocked_s), _ns(record.evaluate_s), record.tokens, first, at)
-        self._steps[attempt, at] = step
-        self.steps_finished += step.count
-        self.at_least = self.at_least or step.count > 1
-        if attempt >= self._ready[0] or self._keep(step, self._ready[1]):
-            self._kept.append(step)
+        if self._leapt and first < at:  # of these neither times nor tokens are known, and of this one both
+            self._silent[attempt, at] = first
+            self._enter(_Step(attempt, at - 1, begin, begin, 0, 0, 0, first, at - 1))
+            first = at
+        self._leapt = False
+        self._enter(_Step(attempt, at, begin, end, _ns(record.blocked_s), _ns(record.evaluate_s), record.tokens, first, at))
         self._progress = max(self._progress, min(end, self._now))
         if self._cuts[-1][1] is Bucket.DETECTION and end >= self._cuts[-1][0] and attempt == self._ready[0]:
             self._switch(Bucket.OTHER)  # a suspicion that did not come true
+
+    def _enter(self, step: _Step) -> None:
+        self._steps[step.attempt, step.step] = step
+        self.steps_finished += step.count
+        self.at_least = self.at_least or step.count > 1
+        if step.attempt >= self._ready[0] or self._keep(step, self._ready[1]):
+            self._kept.append(step)
 
     def _roll_back(self, step: int) -> None:
         """The history goes on from the state of `step`: what was finished after it is lost."""

@@ -15,7 +15,7 @@ class ExitCode(IntEnum):
     DONE = 0
     """The run reached its last step."""
     USAGE = 2
-    """The command line is wrong (click's own number)."""
+    """The command line is wrong (click's own number); also a file to write that cannot be written, or holds something else."""
     CONFIG = 3
     """The configuration is wrong."""
     DAMAGED = 4

@@ -9,6 +9,7 @@ alike in the same second, nobody was first.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -121,9 +122,9 @@ def _named_by_kernel(case: Evidence, reader: Reader, lines: Sequence[Line]) -> i
 
 
 def _straggler(reader: Reader) -> int | None:
-    """The one rank that a watch for stragglers has named."""
-    ranks = {int(match[1]) for line in reader.lines["log"] if (match := _STRAGGLER.search(line.text))}
-    return ranks.pop() if len(ranks) == 1 else None
+    """The one rank that a watch for stragglers has named, or that it named in more than half of its lines."""
+    named = Counter(int(match[1]) for line in reader.lines["log"] if (match := _STRAGGLER.search(line.text)))
+    return next((rank for rank, times in named.most_common(1) if 2 * times > named.total()), None)
 
 
 def _vanished_from(deciding: Line, case: Evidence) -> bool:

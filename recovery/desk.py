@@ -96,7 +96,7 @@ class Desk:
         capacity.clear()
         capacity.update({name: known[name] for name in sorted(known, key=natural)})
         if self.attempt is not None:
-            self.elastic.capacity_changed(f"node {node} has joined")
+            self.elastic.node_joined(node)
 
     def _on_node_returned(self, node: str) -> None:
         log.info("node %s has called again", node)

@@ -57,6 +57,7 @@ class Elastic:
         self._desk, self._delegate, self._limits, self._clock = desk, delegate, limits, clock
         self._changed_at = float("-inf")
         self._restarted: set[Place] = set()
+        self._joined: list[str] = []  # nodes that have come and are not taken up yet
         self._left = -1  # the newest attempt whose workers were asked to make way
 
     @property
@@ -182,15 +183,27 @@ class Elastic:
         self._hand_over([same])
 
     def tick(self) -> None:
-        """Places whose quarantine is over come back; one layout is kept for a while before the next is chosen."""
+        """What comes back by itself, places whose quarantine is over and nodes, is taken up; one layout is kept for a while
+        before the next is chosen.
+        """
         now = self._clock()
         if now - self._changed_at < self._limits.layout_hold_s:
             return
         for entry in expired(self._desk.journal.state.out, now):
             self._return(entry.place, "its quarantine is over")
+        joined, self._joined = [node for node in self._joined if node in self.capacity], []
+        if joined:
+            self.capacity_changed(
+                f"node {joined[0]} has joined" if len(joined) == 1 else f"nodes {', '.join(joined)} have joined"
+            )
+
+    def node_joined(self, node: str) -> None:
+        """A node came (`capacity` has it already): a spare, until the run may grow."""
+        self._joined = [*(it for it in self._joined if it != node), node]
+        self.tick()
 
     def capacity_changed(self, reason: str) -> None:
-        """A node came or went (`capacity` is changed already): another layout, if one is possible."""
+        """There are other places than before (`capacity` is changed already): another layout, if one is possible."""
         try:
             self._hand_over(self._delegate.choose_layout(self.places, reason))
         except ValueError as error:

@@ -7,6 +7,7 @@ and the pace come in, a decision with its reason in words comes out.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -45,6 +46,9 @@ def last_call(notice: Notice, pace: Pace, *, now_t: float, margin_s: float) -> L
     if notice.ends_t is None:
         return LastCall(stop=True, reason=f"{notice.by}; nobody says when, so this step is the last")
     left_s = notice.ends_t - now_t
+    if left_s < 0:
+        over = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(notice.ends_t))
+        return LastCall(stop=True, fits=False, reason=f"{notice.by}: its time, {over}, is over, so this step is the last")
     needs_s = pace.save_s + margin_s
     words = f"{notice.by}: {left_s:.0f} s left; a step takes {pace.step_s:.1f} s, a save {pace.save_s:.1f} s"
     if left_s < pace.save_s:

@@ -164,6 +164,27 @@ def supervise(
             signal.signal(number, handler)
 
 
+def log_size(log: Path) -> int:
+    """How much a log holds; what comes behind it belongs to whoever is started now."""
+    try:
+        return log.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def why_left(log: Path, since: int, *, held: bool) -> str:
+    """Why a coordinator left of whom no ledger tells it, as its log has it after byte `since`; empty if it is not there.
+
+    `held`: because another owns the run, which may write into the same file; else because storage failed it.
+    """
+    mark, said = b" INFO root: failed: " if held else b" ERROR root: ", b""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(since)
+        for line in file:
+            said = line.partition(mark)[2] or said
+    return said.decode(errors="replace").strip()
+
+
 class _Parent:
     """State of `supervise`: the current coordinator and what was asked of it."""
 

@@ -8,25 +8,28 @@ coordinator cuts it off when it closes that segment.
 
     <folder>/e0003-000000.jsonl        closed: complete lines only, never changes again
     <folder>/e0003-000001.jsonl.open   being written by the coordinator of epoch 3
-    <folder>/ledger.lock               flock of the one writer
+    <folder>/ledger.lock               flock of the one writer; says which segment was begun last
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from recovery.events import DECISIONS, AnyEvent, Event, LedgerFormatError, decode_line, encode_line
+from msgspec.structs import replace
+
+from recovery.events import DECISIONS, AnyEvent, Event, LedgerFormatError, RunStarted, decode_line, encode_line
 from recovery.files import append_whole
+from recovery.gaps import Told, is_segment, joined, parse, segment_name
 from recovery.uploader import ByteSink, Uploader
 
-__all__ = ["ByteSink", "Ledger", "LedgerBusyError", "LedgerFormatError", "read_all", "segment_name"]
+__all__ = ["ByteSink", "Ledger", "LedgerBusyError", "LedgerFormatError", "begun", "read_all", "read_past", "segment_name"]
 
-_CLOSED = re.compile(r"e(\d{4,})-(\d{6})\.jsonl")
+LOCK = "ledger.lock"
 _OPEN_SUFFIX = ".open"
 READERS = 16  # requests at a time, where a ledger is read from storage
 
@@ -35,27 +38,31 @@ class LedgerBusyError(RuntimeError):
     """Another live process writes this ledger."""
 
 
-def segment_name(epoch: int, number: int) -> str:
-    """Name of a closed segment; names sort in the order of writing."""
-    return f"e{epoch:04d}-{number:06d}.jsonl"
-
-
 class Ledger:
     """The writer. One per run at a time, from one thread; the folder is locked while it lives."""
 
     def __init__(
-        self, folder: Path, sink: ByteSink | None = None, epoch: int = 0, *, segment_bytes: int = 1 << 20, retry_s: float = 1.0
+        self,
+        folder: Path,
+        sink: ByteSink | None = None,
+        epoch: int = 0,
+        *,
+        after: str | None = None,
+        segment_bytes: int = 1 << 20,
+        retry_s: float = 1.0,
     ):
+        """`after`: the newest segment of the run that there has been (`read_past`), for who reads the next one."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._epoch = epoch
+        self._after = after
         self._segment_bytes = segment_bytes
         self._lock = _lock(folder)
         self._fd: int | None = None
         self._size = 0
-        _close_abandoned(folder)
+        _close_abandoned(folder, self._lock)
         self._uploader = Uploader(sink, self._read, first_pause_s=retry_s) if sink is not None else None
-        self._number = 1 + max((n for e, n in map(_parse, _closed_names(folder)) if e == epoch), default=-1)
+        self._number = 1 + max((n for e, n in map(parse, _closed_names(folder)) if e == epoch), default=-1)
         self._submit(_closed_names(folder))
 
     @property
@@ -70,13 +77,18 @@ class Ledger:
 
     def append(self, *together: Event) -> None:
         """Atomic: all of it is in the file or, after an OSError, none. Durable on return if a decision is among it."""
-        lines = b"".join(encode_line(event) for event in together)
-        fd = self._open()
+        lines = b"".join(encode_line(self._linked(event)) for event in together)
+        fd, begins = self._open(), self._size == 0
         self._size = append_whole(fd, lines, self._size)
+        if begins:
+            _write_begun(self._lock, segment_name(self._epoch, self._number))
         if any(isinstance(event, DECISIONS) for event in together):
             os.fdatasync(fd)
         if self._size >= self._segment_bytes:
             self.rotate()
+
+    def _linked(self, event: Event) -> Event:
+        return replace(event, after=self._after) if isinstance(event, RunStarted) and self._after is not None else event
 
     def rotate(self) -> None:
         """Close the open segment, if it holds anything, and queue it for the sink."""
@@ -119,17 +131,41 @@ class Ledger:
         return (self._folder / name).read_bytes()
 
 
-def read_all(folder: Path | None, sink: ByteSink | None = None) -> list[AnyEvent]:
+def read_all(folder: Path | None, sink: ByteSink | None = None) -> list[Told]:
     """Every event of the run, oldest first, from the folder, the sink, or both; a live writer does not disturb."""
+    return read_past(folder, sink)[0]
+
+
+def read_past(folder: Path | None, sink: ByteSink | None = None) -> tuple[list[Told], str]:
+    """The same, and the name of the newest segment that there has been (empty: none)."""
+    last = begun(folder) if folder is not None else ""  # before the folder is listed: it is there by then
     local = _local_names(folder) if folder is not None else set()
-    names = local | {name for name in (sink.names() if sink is not None else ()) if _CLOSED.fullmatch(name)}
-    ordered = sorted(names, key=_parse)
+    names = local | {name for name in (sink.names() if sink is not None else ()) if is_segment(name)}
+    ordered = sorted(names, key=parse)
     fetched = _fetched(sink, [name for name in ordered if name not in local]) if sink is not None else {}
-    events: list[AnyEvent] = []
-    for name in ordered:
-        data = _read_local(folder, name) if folder is not None and name in local else fetched.pop(name)
-        events += decode_segment(name, data)
-    return events
+
+    def segments() -> Iterator[tuple[str, Iterator[AnyEvent]]]:
+        for name in ordered:
+            data = _read_local(folder, name) if folder is not None and name in local else fetched.pop(name)
+            yield name, decode_segment(name, data)
+
+    return list(joined(segments(), last)), max([*ordered, *([last] if last else [])], key=parse, default="")
+
+
+def begun(folder: Path) -> str:
+    """Which segment of this folder was begun last; empty if that is not told."""
+    try:
+        name = (folder / LOCK).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return name if is_segment(name) else ""
+
+
+def _write_begun(lock: int, name: str) -> None:
+    text = f"{name}\n".encode()
+    with contextlib.suppress(OSError):  # no room: it serves only to miss a segment that is lost
+        os.pwrite(lock, text, 0)
+        os.ftruncate(lock, len(text))
 
 
 def _fetched(sink: ByteSink, names: Sequence[str]) -> dict[str, bytes]:
@@ -160,7 +196,7 @@ def _whole_lines(data: bytes) -> int:
 
 
 def _lock(folder: Path) -> int:
-    fd = os.open(folder / "ledger.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -169,12 +205,14 @@ def _lock(folder: Path) -> int:
     return fd
 
 
-def _close_abandoned(folder: Path) -> None:
+def _close_abandoned(folder: Path, lock: int) -> None:
     """Close the segments that a dead coordinator left open. We hold the lock, so nobody writes them."""
     for path in sorted(folder.glob(f"e*.jsonl{_OPEN_SUFFIX}")):
         size = _whole_lines(path.read_bytes())
         if size == 0:
             path.unlink()
+            if begun(folder) == path.name.removesuffix(_OPEN_SUFFIX):
+                _write_begun(lock, "")
             continue
         with path.open("r+b") as file:
             file.truncate(size)
@@ -184,14 +222,14 @@ def _close_abandoned(folder: Path) -> None:
 
 
 def _closed_names(folder: Path) -> list[str]:
-    return sorted((path.name for path in folder.iterdir() if _CLOSED.fullmatch(path.name)), key=_parse)
+    return sorted((path.name for path in folder.iterdir() if is_segment(path.name)), key=parse)
 
 
 def _local_names(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
     names = {path.name.removesuffix(_OPEN_SUFFIX) for path in folder.iterdir()}
-    return {name for name in names if _CLOSED.fullmatch(name)}
+    return {name for name in names if is_segment(name)}
 
 
 def _read_local(folder: Path, name: str) -> bytes:
@@ -201,13 +239,6 @@ def _read_local(folder: Path, name: str) -> bytes:
         except FileNotFoundError:
             continue
     return b""  # an abandoned empty segment, just removed by the next coordinator
-
-
-def _parse(name: str) -> tuple[int, int]:
-    match = _CLOSED.fullmatch(name)
-    if match is None:
-        raise LedgerFormatError(f"{name!r} is not the name of a ledger segment")
-    return int(match[1]), int(match[2])
 
 
 def _rename(old: Path, new: Path) -> None:

@@ -16,16 +16,25 @@ from pathlib import Path
 
 LIMIT = "FTRAIN_LOG_MIB"
 DEFAULT_MIB = 1024
+MOST_DIGITS = 16
 HEAD, PAGE = 1 << 20, 4096
 LEAST = 4 * HEAD
 PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, and with it FALLOC_FL_KEEP_SIZE
 
 
 def limit_in(environment: Mapping[str, str]) -> int:
-    """Bytes that a rank's log may take on the disk; 0: as many as it likes. What is no number counts as nothing said."""
+    """Bytes that a rank's log may take on the disk; 0: as many as it likes. What is `misread` counts as nothing said."""
     said = environment.get(LIMIT, "")
-    mib = int(said) if said.isdecimal() else DEFAULT_MIB
+    mib = DEFAULT_MIB if not said or misread(environment) else int(said)
     return max(LEAST, mib << 20) if mib else 0
+
+
+def misread(environment: Mapping[str, str]) -> str:
+    """That the limit is given and cannot be read; empty if it is not so."""
+    said = environment.get(LIMIT, "")
+    if not said or (said.isdecimal() and len(said) < MOST_DIGITS):
+        return ""
+    return f"{LIMIT}={said[:MOST_DIGITS]}: allowed: a whole number of MiB, or 0 for no limit; {DEFAULT_MIB} is used"
 
 
 def trim(path: Path, limit: int) -> int:
@@ -60,14 +69,20 @@ def _punch(fd: int, offset: int, nbytes: int) -> None:
 
 
 class LogLimit:
-    """The limit of an agent's ranks. A file system that cannot keep it is reported once, in the agent's own log."""
+    """The limit of an agent's ranks. One that cannot be read is reported once, in the agent's own log, and so is a file system
+    that cannot keep it.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._limit = limit_in(environment)
         self._told = False
+        self._misread = misread(environment)
 
     def look(self, paths: list[Path]) -> str:
         """Trim what has grown too long; returns what a person should know of it, once."""
+        if self._misread:
+            said, self._misread = self._misread, ""
+            return said
         for path in paths if self._limit else ():
             try:
                 trim(path, self._limit)

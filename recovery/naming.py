@@ -32,7 +32,10 @@ _IN_TEXT = (
     re.compile(r"-- Process (\d+) terminated with the following error"),
 )
 _NCCL_DEVICE = re.compile(r"^\S+:\d+:\d+ \[(\d+)\] ")
-_GPU = re.compile(r"\bGPU(?: ID)? (\d+)\b|\bcuda:(\d+)\b|\blocalRank (\d+)\b")
+_GPU = re.compile(
+    r"\bGPU(?: ID)? (\d+)\b|\bgpu(\d+): |\bGPU-\w+ \(index (\d+)\)|\bgpu index (\d+)\b(?![-,])|"
+    r"\bcuda:(\d+)\b|\blocalRank (\d+)\b"
+)
 _ASKED_GPU = re.compile(r"\bnvidia-smi\b.*\s(?:-i|--id)[ =](\d+)\b(?!,)|^GPU (\d+): ")
 SHOWN_LINES = 20  # of what a command shows about one GPU
 _ELASTIC = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+) \(pid: (\d+)\)")

@@ -12,6 +12,7 @@ import json
 import logging
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from recovery.horizon import Notice, soonest
+from recovery.horizon import Notice, Pace, last_call, soonest
+from recovery.preflight import Concern
 
 log = logging.getLogger(__name__)
 
 ASK_LIMIT_S = 2.0
 SQUEUE_LIMIT_S = 10.0
 SQUEUE_EVERY_S = 60.0  # the controller serves thousands of jobs
+LATEST_T = 253_402_300_799.0
 MAX_BYTES = 64 * 1024
+QUOTED = 80  # signs of a notice that nobody understands
+TIMES = ("time", "notBefore", "NotBefore", "ends_t")
 NO_NOTICE = frozenset({"FALSE", "NONE", ""})
 TAKES_AWAY = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # what two large clouds insist on; others do not mind
@@ -37,24 +42,24 @@ Ask = Callable[[float], Notice | None]
 
 
 def read_notice(text: str, *, by: str) -> Notice | None:
-    """What a notice says: the JSON of AWS and Azure, the words of Google, a unix time or an ISO date; anything else is a
-    notice without a time."""
+    """What a notice says: the JSON of AWS and Azure, the words of Google, a unix time or an ISO date. Anything else is a notice
+    without a time too, whose words are quoted: to leave in vain costs less than to stay in vain.
+    """
     said = text.strip()
     if said.upper() in NO_NOTICE:
         return None
+    words = said.upper() == "TRUE" or "MAINTENANCE" in said.upper()
     class_ = "host_maintenance" if "MAINTENANCE" in said.upper() else "preemption"
     try:
         record = json.loads(said)
-    except ValueError:
-        return Notice(class_=class_, by=by, ends_t=read_time(said))
+    except (ValueError, RecursionError):
+        record = said
     if isinstance(record, dict) and isinstance(record.get("Events"), list):
         return _of_events(record["Events"], by)
-    stamp = (
-        next((record[key] for key in ("time", "notBefore", "NotBefore", "ends_t") if key in record), None)
-        if isinstance(record, dict)
-        else record
-    )
-    return Notice(class_=class_, by=by, ends_t=read_time(str(stamp)) if stamp is not None else None)
+    stamp = next((record[key] for key in TIMES if key in record), "") if isinstance(record, dict) else record
+    ends_t = read_time(str(stamp))
+    quoted = said if len(said) <= QUOTED else f"{said[:QUOTED]}..."
+    return Notice(class_=class_, by=by if words or ends_t is not None else f"{by}, which says {quoted!r}", ends_t=ends_t)
 
 
 def _of_events(listed: Sequence[Any], by: str) -> Notice | None:
@@ -71,15 +76,17 @@ def _of_events(listed: Sequence[Any], by: str) -> Notice | None:
 
 
 def read_time(text: str) -> float | None:
-    """Unix seconds of a time in one of the usual forms; None if it is none."""
-    with contextlib.suppress(ValueError):
-        return float(text)
-    with contextlib.suppress(ValueError):
-        parsed = datetime.fromisoformat(text)
-        return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
-    with contextlib.suppress(ValueError, TypeError):
-        return parsedate_to_datetime(text).timestamp()
+    """Unix seconds of a time in one of the usual forms; None if it is none, or before 1970 or after the year 9999."""
+    for read in (float, _iso, lambda said: parsedate_to_datetime(said).timestamp()):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            seconds = read(text)
+            return seconds if 0 <= seconds <= LATEST_T else None
     return None
+
+
+def _iso(text: str) -> float:
+    parsed = datetime.fromisoformat(text)
+    return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
 
 
 def read_left(text: str) -> float | None:
@@ -158,6 +165,23 @@ def _get(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     with urllib.request.urlopen(request, timeout=ASK_LIMIT_S) as answer:
         return str(answer.read(MAX_BYTES).decode(errors="replace"))
+
+
+def probe(where: str) -> str:
+    """A check of `recovery.preflight`: `where` can be asked, and announces nothing yet."""
+    is_url = where.startswith(("http://", "https://"))
+    folder = Path(where).absolute().parent
+    if not is_url and not folder.is_dir():
+        raise Concern(f"{where}: there is no folder {folder}, so no notice can appear in it; make it, or set recovery.notice")
+    try:
+        found = notice_at(where)(time.time())
+    except (OSError, ValueError) as error:
+        raise Concern(f"{where} cannot be asked ({error}): no notice will be heard of; see recovery.notice") from error
+    if found is not None:
+        call = last_call(found, Pace(), now_t=time.time(), margin_s=0.0)
+        in_time = f"{found.by}: {(found.ends_t or 0.0) - time.time():.0f} s are left of this machine"
+        raise Concern(f"{call.reason}. If that is an old notice, take it away first" if call.stop else in_time)
+    return f"{where} announces nothing"
 
 
 def sources(env: Mapping[str, str], where: str) -> list[Ask]:

@@ -37,6 +37,18 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     start_time: int
     job_id: str = ""
     since: float = 0.0
+    place: str = ""
+    """The folder, or the URL, that it was taken in: a copy of that has the record, too."""
+
+    def lives_elsewhere(self, place: str) -> bool:
+        """Whether it is a live process of this host that runs another folder, of which `place` is a copy."""
+        try:
+            ours, theirs = (each.removeprefix("file://") for each in (self.place, place))
+            copied = ours != "" and not os.path.samefile(ours, theirs)
+        except OSError:  # one of the two is no folder of this machine, or was moved
+            return False
+        here = this_process()
+        return copied and (self.host, self.boot_id) == (here.host, here.boot_id) and start_time(self.pid) == self.start_time
 
     def describe(self) -> str:
         """For messages."""
@@ -88,7 +100,7 @@ def claim(folder: Path, *, take_over: bool = False) -> Claim:
     `take_over` also takes it from an owner on another host, of whom nothing can be known: the caller must be sure it is dead.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    here = this_process()
+    here = msgspec.structs.replace(this_process(), place=str(folder.absolute()))
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         previous = read_owner(folder)

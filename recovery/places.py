@@ -29,6 +29,10 @@ class Place(Struct, frozen=True, kw_only=True, order=True):
         """As people write it: `node/3`, or the node alone."""
         return self.node if self.slot == WHOLE_NODE else f"{self.node}/{self.slot}"
 
+    def described(self) -> str:
+        """For sentences: which it is, and what."""
+        return f"node {self}" if self.slot == WHOLE_NODE else f"place {self}"
+
     def covers(self, other: Place) -> bool:
         """Whether losing this one takes `other` away."""
         return self.node == other.node and self.slot in (WHOLE_NODE, other.slot)

@@ -51,7 +51,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     straggler_factor: float = 1.5  # so many times the median's computing time make a straggler
     straggler_windows: int = 3  # in so many windows of steps in a row
     skip_updates: int = 0  # updates whose data may be passed over in the whole run, where data or code make no sense
-    layout_hold_s: float = 60.0  # a layout is kept at least this long before a place that is back makes it grow again
+    layout_hold_s: float = 60.0  # a layout is kept at least this long before what is back by itself makes it grow again
 
 
 class PastInterruption(Struct, frozen=True, kw_only=True):

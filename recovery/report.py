@@ -36,6 +36,7 @@ from recovery.events import (
     TierCommitted,
     steps_of,
 )
+from recovery.gaps import SegmentsMissing
 from recovery.report_rows import (
     FORMULA,
     AttemptRow,
@@ -43,6 +44,7 @@ from recovery.report_rows import (
     CheckpointRows,
     InterruptionRow,
     LayoutRow,
+    MissingRow,
     PhaseRow,
     Report,
     SkipRow,
@@ -81,7 +83,8 @@ def of_script(event: Event) -> bool:
 def mtbf_interval(count: int, running_s: float) -> tuple[float, float | None]:
     """95 % interval of the mean time between failures after `count` of them in `running_s`; the upper end may be unknown.
 
-    `running_s` is wall time less the time in which nobody had started the run: what does not run is not interrupted.
+    `running_s` is wall time less the time in which nobody had started the run, for what does not run is not interrupted, and
+    less the time of which nothing is recorded.
     Exact Poisson interval (Garwood 1936): the rates for which seeing at most, and at least, `count` has probability 2.5 %.
     """
     most = _poisson_rate(count, 0.025)
@@ -109,6 +112,7 @@ class ReportBuilder:
         self._layouts: list[LayoutRow] = []
         self._phases: list[PhaseRow] = []
         self._skips: list[SkipRow] = []
+        self._missing: list[MissingRow] = []
         self._interruptions: dict[str, InterruptionRow] = {}
         self._open: list[InterruptionRow] = []  # interruptions after which the ranks are not ready yet
         self._sign_t: float | None = None  # first sign of the interruption that is not classified yet
@@ -145,6 +149,9 @@ class ReportBuilder:
                 self._layouts.append(LayoutRow(**{name: getattr(event, name) for name in LayoutRow.__struct_fields__}))
             case PhaseBegan():
                 self._phases.append(PhaseRow(**{name: getattr(event, name) for name in PhaseRow.__struct_fields__}))
+            case SegmentsMissing():
+                self._sign_t = None  # what came of it is not recorded
+                self._missing.append(_missing(event))
             case ProcessDied() | Suspected():
                 self._sign(event)
             case InterruptionClassified() | Decided() | Relabelled():
@@ -162,7 +169,7 @@ class ReportBuilder:
         rows = list(self._interruptions.values())
         unplanned = sum(not row.planned for row in rows)
         wall_s = books.wall_ns / NS
-        running_s = wall_s - books.seconds(Bucket.ABSENT)
+        running_s = wall_s - books.seconds(Bucket.ABSENT) - books.seconds(Bucket.UNRECORDED)
         low_s, high_s = mtbf_interval(unplanned, running_s)
         return Report(
             run_id=self._state.run_id,
@@ -193,6 +200,7 @@ class ReportBuilder:
             layouts=list(self._layouts),
             phases=list(self._phases),
             skips=list(self._skips),
+            missing=list(self._missing),
         )
 
     def _ready(self, event: Ready, lost: int) -> None:
@@ -293,6 +301,11 @@ class ReportBuilder:
                 row.steps += len(steps)
                 row.first_step = steps[0] if row.first_step is None else row.first_step
                 row.last_step = record.step
+
+
+def _missing(event: SegmentsMissing) -> MissingRow:
+    until = None if event.attempt < 0 else event.t
+    return MissingRow(segments=event.segments, since=event.since, until=until, text=event.sentence())
 
 
 def _causes(rows: Sequence[InterruptionRow]) -> list[CauseRow]:

@@ -114,6 +114,16 @@ class SkipRow(Struct, frozen=True, kw_only=True):
     last: int
 
 
+class MissingRow(Struct, frozen=True, kw_only=True):
+    """Segments of the ledger that are missing: nothing is recorded of the time between."""
+
+    segments: tuple[str, ...]
+    since: float | None
+    until: float | None
+    """None: nothing is told after them."""
+    text: str
+
+
 class Report(Struct, frozen=True, kw_only=True):
     """Everything the report says. All times in seconds."""
 
@@ -141,7 +151,7 @@ class Report(Struct, frozen=True, kw_only=True):
     interruptions: list[InterruptionRow]
     causes: list[CauseRow]
     mtbf_s: float | None
-    """Mean time between unplanned interruptions: (wall time - absent time) / how many there were."""
+    """Mean time between unplanned interruptions: (wall time - absent and unrecorded time) / how many there were."""
     mtbf_low_s: float
     mtbf_high_s: float | None
     checkpoints: CheckpointRows
@@ -149,6 +159,8 @@ class Report(Struct, frozen=True, kw_only=True):
     layouts: list[LayoutRow] = []
     phases: list[PhaseRow] = []
     skips: list[SkipRow] = []
+    missing: list[MissingRow] = []
+    """With any, whatever is counted is at least so much."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts and lists, ready for a JSON writer."""

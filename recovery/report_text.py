@@ -23,6 +23,7 @@ from recovery.events import (
     steps_of,
 )
 from recovery.exits import exit_text
+from recovery.gaps import SegmentsMissing
 from recovery.report import AttemptRow, CauseRow, InterruptionRow, Report, ReportError, of_script
 from recovery.verdict import own_words
 
@@ -38,6 +39,7 @@ def lines(report: Report) -> list[str]:
     """The whole report, one string a line."""
     return [
         *_summary(report),
+        *missing(report),
         "",
         *_buckets(report),
         "",
@@ -53,6 +55,17 @@ def lines(report: Report) -> list[str]:
         *_checkpoints(report),
         *_notices(report),
     ]
+
+
+def missing(report: Report) -> list[str]:
+    """What is not there to be reported on, and what that does to the rest."""
+    told = []
+    for row in report.missing:
+        since = "" if row.since is None else f" from {_clock(row.since)}"
+        told.append(f"{row.text}{since}{' on' if row.until is None else f' to {_clock(row.until)}'}")
+    if told:
+        told.append("  so steps, tokens, interruptions and checkpoints are those that are recorded: there may have been more")
+    return told
 
 
 def _layouts(report: Report) -> list[str]:
@@ -87,7 +100,7 @@ def explain(events: Iterable[Event], attempt: int) -> list[str]:
     script = False
     for event in events:
         script = script or of_script(event)
-        if event.attempt != attempt:
+        if event.attempt != attempt and not isinstance(event, SegmentsMissing):
             continue
         steps += [record.step for record in steps_of(event)]
         story = list(_story(event, script=script))
@@ -110,6 +123,8 @@ def _finished(steps: Sequence[int]) -> list[str]:
 
 def _story(event: Event, *, script: bool) -> Iterator[str]:
     match event:
+        case SegmentsMissing():
+            yield event.sentence()
         case AttemptStarted():
             layout = event.layout or "layout not recorded"
             state = "" if script else f", state from {event.source}"
@@ -168,7 +183,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield f"step {report.step}; {least}{finished} finished, {least}{report.steps_lost} of them lost and done again"
     losses = (("loss", report.loss), ("held-out loss", report.eval_loss))
     again = f" read, {report.tokens_again:,} of them again" if report.tokens_again else ""
-    learnt = [f"{report.tokens:,} tokens{again}"] if report.tokens else []
+    learnt = [f"{'at least ' if report.missing else ''}{report.tokens:,} tokens{again}"] if report.tokens else []
     learnt += [f"{name} {value:.4f}" for name, value in losses if value is not None]
     if learnt:
         yield ", ".join(learnt)
@@ -208,7 +223,7 @@ def _layouts_of(rows: Sequence[AttemptRow]) -> Iterator[str]:
 
 def _interruptions(report: Report) -> Iterator[str]:
     if not report.interruptions:
-        yield "no interruption"
+        yield "no interruption recorded" if report.missing else "no interruption"
         return
     yield "interruptions"
     for row in report.interruptions:

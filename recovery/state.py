@@ -38,6 +38,7 @@ from recovery.events import (
     TierCommitted,
     steps_of,
 )
+from recovery.gaps import SegmentsMissing
 from recovery.places import Out, Place
 from recovery.policy import Doubted, History, PastInterruption
 
@@ -147,6 +148,8 @@ def apply(state: RunState, event: Event) -> RunState:
             return replace(state, training_phase=event.phase)
         case ProcessDied() | Suspected() | InterruptionClassified() | Decided() | Relabelled():
             return _apply_trouble(state, event)
+        case SegmentsMissing():
+            return replace(state, attempt=max(state.attempt, event.attempt))  # whose number is not given to another one
     return _apply_steps(state, event)
 
 

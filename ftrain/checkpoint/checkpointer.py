@@ -85,7 +85,7 @@ class Checkpointer:
         self._store: ObjectStore = open_store(self.url)
         self._start = given.keeper_start(self._ranks.rank, self._ranks.world)
         self._keepers = Keepers(self._start)
-        self._failed: list[str] = []  # what has not been raised yet
+        self._failed, self._refused = list[str](), ""  # not raised yet; said last (rank 0 hears of its share and of the whole)
         self._slots: ScriptSlots | None = None
         self._pieces: Pieces | None = None  # of the state that the slots are for
         self._known, self._generation = Known(), 0  # the latter of the slots
@@ -168,6 +168,7 @@ class Checkpointer:
             self._known.look()
             save.later = self._beside.watch(state, self._known)
             self._hear()
+            self._refused = "" if self._refused.startswith(f"step {step} ") else self._refused  # it may fail once more
             self._keepers.link()
             save.flat = flatten(state, self._ranks.rank, self._known)
             save.record = encoded(save.flat.record)
@@ -230,6 +231,9 @@ class Checkpointer:
 
     def _refuse(self, step: int, why: str) -> None:
         text = f"step {step} is not saved: {why}"
+        if text == self._refused:
+            return
+        self._refused = text
         log.error("%s", text)
         self._failed += [text] if self._raises else []
 

@@ -29,6 +29,7 @@ COLOURS = {
     "restart": "dark_orange",
     "stopping": "grey50",
     "absent": "grey30",
+    "unrecorded": "bright_magenta",
     "other": "white",
 }
 """Bucket of the report -> its colour; where there is none, a letter stands for it."""

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from ftrain.cli import render
+from ftrain.cli.output import CERTIFICATE, OutputFile, write
 from ftrain.cli.problems import told
 from ftrain.load import load
 from recovery.codes import ExitCode
@@ -27,10 +28,10 @@ MODES = ("fp64", "fp32", "bf16")
 )
 @click.option("--modes", default="fp64,fp32,bf16", show_default=True, help="What is computed in.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=V", help="Override a value of the config; repeatable.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Also write the certificate, as JSON, to this file.")
+@click.option("--out", type=OutputFile(CERTIFICATE), metavar="FILE", help="Also write the certificate, as JSON, to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def certify(
-    config: str, layouts: str, steps: int, modes: str, overrides: tuple[str, ...], out: str | None, as_json: bool
+    config: str, layouts: str, steps: int, modes: str, overrides: tuple[str, ...], out: Path | None, as_json: bool
 ) -> None:
     """Compare layouts with one process: loss, every gradient, norm, update, state; exit code 12 if one differs.
 
@@ -52,11 +53,11 @@ def certify(
         with Pool(max(layout.config.parallel.ranks for layout in parsed)) as pool:
             certifier = Certifier(pool=pool, folder=Path(folder), steps=steps, modes=chosen, note=render.note)
             certificate = certifier.certify(loaded, parsed)
-    if out:
-        Path(out).write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=2))
     if as_json:
         render.json(certificate)
     else:
         render.data(text(certificate))
+    if out:
+        write(out, CERTIFICATE, msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
     if not certificate.holds:
         render.fail(f"{len(certificate.failures)} failures, the first: {certificate.failures[0]}", ExitCode.NUMERICS)

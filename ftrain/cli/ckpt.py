@@ -6,7 +6,7 @@ ftrain ckpt verify runs/demo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,26 @@ def opened(url: str) -> Iterator[RunStore]:
         yield run
 
 
+def require_run(run: RunStore, url: str) -> None:
+    """NoCheckpoint if neither a checkpoint is there nor a run that might write one, as that of a script before its first."""
+    from ftrain.cli.hints import holds_run
+    from ftrain.compose.ledgers import PREFIX
+    from ftrain.compose.paths import folder_of
+    from ftrain.schemes import is_local
+    from storage.errors import NoCheckpoint
+    from storage.keys import CHECKPOINTS, EPOCHS
+
+    recorded = any(True for prefix in (EPOCHS, CHECKPOINTS, PREFIX) for _ in run.store.list(prefix))
+    if not recorded and not (is_local(url) and holds_run(folder_of(url))):
+        raise NoCheckpoint(f"{url}: no checkpoint is there, nor a run")
+
+
+def require_step(run: RunStore, there: Mapping[int, str], step: int) -> None:
+    """NoCheckpoint, with its reason, if the step is not there, or not any more: that is no damage. `there`: states by step."""
+    if there.get(step) not in ("valid", "damaged", "tainted"):
+        run.open(step)
+
+
 @ckpt.command()
 @click.argument("url", type=PLACE)
 @json_option
@@ -64,13 +84,10 @@ def ls(url: str, as_json: bool) -> None:
     """
     import msgspec
 
-    from storage.errors import NoCheckpoint
-    from storage.keys import EPOCHS
-
     with opened(url) as run:
         found = run.checkpoints()
-        if not found and not any(True for _ in run.store.list(EPOCHS)):
-            raise NoCheckpoint(f"{url}: no checkpoint is there, nor a run")
+        if not found:
+            require_run(run, url)
     if as_json:
         render.json(msgspec.to_builtins(found))
         return
@@ -220,8 +237,8 @@ def verify(url: str, sample: float, as_json: bool) -> None:
     reports: dict[int, Any] = {}
     with opened(base) as run:
         there = {info.step: info.state for info in run.checkpoints()}
-        if step is not None and there.get(step) not in ("valid", "damaged", "tainted"):
-            run.open(step)  # says why it is not there (any more), which is no damage
+        if step is not None:
+            require_step(run, there, step)
         steps = [step] if step is not None else [each for each, state in there.items() if state in ("valid", "damaged")]
         for each in steps:
             try:
@@ -249,6 +266,9 @@ def verify(url: str, sample: float, as_json: bool) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """Compare two checkpoints: which arrays differ, by how much, and what differs beside them. Exit code 1 if anything does.
 
+    Arrays are compared by the digests that were recorded when they were written, and only those that differ are read: damage
+    since then is `ckpt verify`'s to find.
+
     Beside the arrays: everything in a script's state (an epoch, a schedule, random generators); of a run of `ftrain run` where
     it goes on in its data. Steps, times, layouts, configs and what was measured are not compared.
 
@@ -269,7 +289,8 @@ def diff(a: str, b: str, as_json: bool) -> None:
     if as_json:
         render.json(rows)
     elif not rows:
-        render.data("equal: every array has the same digest, and everything else the same value")
+        render.data("equal: every array has the same recorded digest, and everything else the same value")
+        render.note("no array was read, so damage since it was written would not show: `ftrain ckpt verify` reads them")
     else:
         for row in rows:
             render.data(row["text"])

@@ -6,12 +6,12 @@ ftrain ckpt export runs/demo@150 --to safetensors out/
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ftrain.cli import render
-from ftrain.cli.hints import meant
 from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.cli.types import PLACE, POSITIVE, SOURCE
@@ -45,6 +45,8 @@ def export_command(url: str, form: Any, destination: str, dtype: str, state: boo
     """
     import msgspec
 
+    if compress and form != "zarr":
+        raise click.UsageError(f"--compress: {form} files are not compressed; leave it out, or export --to zarr")
     from ftrain.cli.ckpt import opened
     from ftrain.compose.exchange import export
     from ftrain.compose.stores import open_place
@@ -201,8 +203,7 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
     from storage.run import RunStore
 
     with opened(url) as run:
-        if not run.checkpoints():
-            render.fail(f"{url}: no checkpoint is there.{meant(url)}", ExitCode.USAGE)
+        _require_pinned(run, url, keep["pin"])
         policies, grace = _rules(run, keep)
         grace = grace if grace_s is None else grace_s
         if not policies:
@@ -229,6 +230,19 @@ def gc_command(url: str, yes: bool, grace_s: float | None, tainted: bool, as_jso
         render.data(f"skip      {reason}")
     if not yes:
         render.note("nothing was deleted; say --yes to do it")
+
+
+def _require_pinned(run: RunStore, url: str, pinned: Sequence[int]) -> None:
+    """NoCheckpoint if there is none, or one that is to be kept is not there: it was mistyped, and would go."""
+    from ftrain.cli.ckpt import require_run, require_step
+    from storage.errors import NoCheckpoint
+
+    there = {info.step: info.state for info in run.checkpoints()}
+    if not there:
+        require_run(run, url)
+        raise NoCheckpoint(f"{url}: no checkpoint is there yet")
+    for step in pinned:
+        require_step(run, there, step)
 
 
 def _rules(run: RunStore, keep: dict[str, Any]) -> tuple[list[RetentionPolicy], float]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ftrain.cli import render
-from ftrain.cli.problems import told
 from ftrain.cli.run import split_step
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
@@ -45,14 +44,16 @@ def heal(url: str, sources: tuple[str, ...], as_json: bool) -> None:
     """
     import msgspec
 
-    from ftrain.cli.ckpt import opened
+    from ftrain.cli.ckpt import opened, require_run
     from storage.heal import heal as put_back
 
     base, step = split_step(url)
     if step is None:
         render.fail(f"{url}: say which checkpoint: URL@STEP", ExitCode.USAGE)
-    with opened(base) as run, _donors(run, step, sources) as donors, told():
-        report = put_back(run.store, step, donors)
+    with opened(base) as run:
+        require_run(run, base)
+        with _donors(run, step, sources) as donors:
+            report = put_back(run.store, step, donors)
     if as_json:
         render.json(msgspec.to_builtins(report))
     elif not report.objects:

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,11 +20,14 @@ import click
 import msgspec
 
 from ftrain.cli import render
+from ftrain.nearest import slip
 from recovery.classify import Explanation, explain
 from recovery.codes import ExitCode
 from recovery.evidence import ErrorReport, Evidence
 from recovery.policy import History, Limits, decide
 from recovery.templates import Table, TableError, load_table
+
+Fields = dict[str, msgspec.Raw]
 
 SHOWN = 8  # lines considered and discarded that the text form shows
 LOG_BYTES = 4 << 20  # of a plain log, from its end, where the error is: at worst ten seconds of work, never gigabytes in memory
@@ -33,6 +36,8 @@ HEAD_BYTES = 64 * 1024  # to tell a log from JSON: blank lines may come first
 _JSON = re.compile(rb"\s*(\{|\[\s*([{\]]|$))")
 # Many a program logs JSON lines, and Python prints dicts: a case is what has a case's fields.
 _FIELD = re.compile(rb'"exit"\s*:\s*\{|"(log|kernel|scheduler)"\s*:\s*\[|^\s*\[\s*\]?\s*$')
+_BESIDE = frozenset({"set", "source", "label", "class", "action", "rank", "accept", "why", "tricky", "grounding"})
+"""What collections of cases note of a case, for whoever judges the verdicts; it is no evidence."""
 
 
 @click.command()
@@ -79,18 +84,37 @@ def read_cases(file: Path) -> Iterator[Evidence]:
             return
         stream.seek(0)
         whole = stream.read().strip()
-    if whole.startswith(b"["):
-        yield from msgspec.json.decode(whole, type=list[Evidence])
-        return
     if report := _error_report(whole):
         yield Evidence(id=file.name, log=report.log())
         return
+    told = set[str]()
+    for case, fields in _decoded(file, whole):
+        _note_unknown(file, fields, told)
+        yield case
+
+
+def _decoded(file: Path, whole: bytes) -> Iterator[tuple[Evidence, Fields]]:
+    """Each case, with its fields as they are called there."""
+    if whole.startswith(b"["):
+        cases = msgspec.json.decode(whole, type=list[Evidence])
+        yield from zip(cases, msgspec.json.decode(whole, type=list[Fields]), strict=True)
+        return
     try:
-        yield msgspec.json.decode(whole, type=Evidence)
+        yield msgspec.json.decode(whole, type=Evidence), msgspec.json.decode(whole, type=Fields)
     except msgspec.DecodeError:
         for number, line in enumerate(whole.splitlines(), start=1):
             if line.strip():
-                yield _case(file, number, line)
+                yield _case(file, number, line), msgspec.json.decode(line, type=Fields)
+
+
+def _note_unknown(file: Path, fields: Iterable[str], told: set[str]) -> None:
+    """Once for each: a field by another name is evidence that nobody weighs, and the verdict the weaker for it."""
+    known = Evidence.__struct_fields__
+    for name in (field for field in fields if field not in told | _BESIDE | set(known)):
+        near = slip(name, known)
+        meant = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+        render.note(f"{file}: the field {name} is not looked at; {meant}")
+        told.add(name)
 
 
 def _stdin() -> IO[bytes]:

@@ -44,6 +44,7 @@ def compare(run_a: str, run_b: str, again: tuple[tuple[str, str], ...], as_json:
     """
     from ftrain.view.compare import compare as make
     from ftrain.view.compare import lines
+    from ftrain.view.past import twice
 
     with told():
         a, b, more = _read(run_a), _read(run_b), [(_read(one), _read(two)) for one, two in again]
@@ -51,6 +52,8 @@ def compare(run_a: str, run_b: str, again: tuple[tuple[str, str], ...], as_json:
             found = make(a, b, identities=(_identity(run_a), _identity(run_b)), again=more)
         except ValueError as error:
             render.fail(str(error), ExitCode.USAGE)
+        if more and (same := twice(found.runs())):
+            render.fail(f"{same}: that is no second measurement. --again takes runs that were begun anew", ExitCode.USAGE)
     if as_json:
         render.json(found.as_dict())
     else:
@@ -68,7 +71,7 @@ def _read(url: str) -> Recorded:
     try:
         return read(url)
     except ReportError as error:
-        render.fail(f"{url}: {error}", ExitCode.USAGE)
+        render.fail(f"{url}: {error}", ExitCode.DAMAGED)
 
 
 def _identity(url: str) -> str:

@@ -66,9 +66,12 @@ def prepare(inputs: tuple[str, ...], out: str, tokenizer: str, key: str, workers
     An INPUT is a text file (one document), a folder of them (a document each), a JSONL file (a document a line) or a Parquet
     file (a document a row). Much input, or several workers: the same command goes on after an interruption.
     """
+    if out.endswith("/") or Path(out).name in ("", ".."):
+        raise click.UsageError(f"--out {out!r} is a folder: give a prefix, as in {Path(out) / 'mine'}")
     with _reported():
-        if Path(out + ".idx").exists() and not replace:
-            raise InputError("is there already; --replace replaces it", out + ".idx")
+        there = [out + ending for ending in (".idx", ".bin") if Path(out + ending).exists()]
+        if there and not replace:  # the second alone may be anybody's, such as a model's pytorch_model.bin
+            raise InputError("is there already; --replace replaces it", there[0])
         with _progress_bar() as progress:
             report = prepare_tokens(
                 inputs, out, tokenizer=load_tokenizer(tokenizer), progress=progress, key=key, workers=workers

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from ftrain.cli import render
+from ftrain.cli.output import PROFILE, OutputFile, write
 from ftrain.cli.problems import told
 from recovery.codes import ExitCode
 
@@ -19,10 +20,13 @@ from recovery.codes import ExitCode
 @click.argument("config_path", metavar="CONFIG", type=click.Path(dir_okay=False))
 @click.option("--set", "overrides", multiple=True, metavar="a.b=v", help="Override a value of the config (TOML syntax).")
 @click.option(
-    "--measure", default="", metavar="FILE", help="Instead: gauge this machine, and write a hardware profile to FILE."
+    "--measure",
+    type=OutputFile(PROFILE),
+    metavar="FILE",
+    help="Instead: gauge this machine, and write a hardware profile to FILE, which may hold an earlier one.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def doctor(config_path: str, overrides: tuple[str, ...], measure: str, as_json: bool) -> None:
+def doctor(config_path: str, overrides: tuple[str, ...], measure: Path | None, as_json: bool) -> None:
     """Check this machine for the run that CONFIG describes: disk, memory, data, network, storage, clocks, devices, time limits.
 
     Each check runs in a process of its own that is killed if it does not answer. Leaves with 3 if the data do not fit the
@@ -59,19 +63,16 @@ def doctor(config_path: str, overrides: tuple[str, ...], measure: str, as_json: 
         sys.exit(ExitCode.STORAGE if bad <= {"storage", "clock"} else ExitCode.RETRY_ELSEWHERE)
 
 
-def write_profile(config_path: str, overrides: tuple[str, ...], path: str, *, as_json: bool) -> None:
+def write_profile(config_path: str, overrides: tuple[str, ...], path: Path, *, as_json: bool) -> None:
     """Measure, write, and say how to use it."""
     from ftrain.compose.gauge import as_toml, gauge
     from ftrain.load import load
 
-    if not path.endswith(".toml"):
+    if path.suffix != ".toml":
         render.fail(f"--measure {path}: a profile is a .toml file", ExitCode.USAGE)
     with told():
         profile = gauge(load(config_path, overrides))
-    try:
-        Path(path).write_text(as_toml(profile), encoding="utf-8")
-    except OSError as error:
-        render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    write(path, PROFILE, as_toml(profile))
     if as_json:
         render.json(profile)
         return

@@ -75,19 +75,24 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's, but an interrupted command has a number of its own: 1 is `ckpt diff`'s word for a difference."""
+        """As click's, but an interrupted command has a number of its own: 1 is `ckpt diff`'s word for a difference. What was
+        meant by an option that there is not is said better.
+        """
+        from ftrain.cli.slips import options_meant
+
         try:
-            return super().invoke(ctx)
+            with options_meant():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             _say("interrupted", ExitCode.INTERRUPTED)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, with a suggestion for a command that does not exist."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
+            from ftrain.cli.slips import meant_command
 
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else f" Commands: {', '.join(COMMANDS)}."
+            meant = meant_command(args[0], COMMANDS)
+            hint = f" Did you mean {meant!r}?" if meant else f" Commands: {', '.join(COMMANDS)}."
             raise click.UsageError(f"there is no command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 

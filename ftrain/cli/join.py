@@ -39,14 +39,52 @@ def join(folder: Path, node: str, wait_s: float) -> None:
     name = node or this_node()
     absent = "" if folder.exists() else " (no such folder yet)"
     render.note(f"node {name}: waiting for the run of {folder}{absent}, {format_duration(wait_s)} at most; Ctrl-C leaves")
+    if why := doubt(folder):
+        render.note(f"node {name}: {why}")
     try:
         code = serve(folder.absolute(), name, patience_s=wait_s)
-    except (NoRunError, NoInterfaceError) as error:
+    except NoRunError:
+        render.fail(f"node {name}: {no_run(folder, wait_s)}", ExitCode.USAGE)
+    except NoInterfaceError as error:
         render.fail(str(error), ExitCode.RETRY_ELSEWHERE)
     except LeftError:
         render.fail(f"node {name}: left before there was a run", ExitCode.STOPPED)
     render.note(f"node {name}: {ending(code)}")
     sys.exit(code)
+
+
+def doubt(folder: Path) -> str:
+    """Why a folder is hardly the one that a run of several machines shares; empty if nothing is against it."""
+    from recovery.rendezvous import control_folder
+
+    if control_folder(folder).is_dir():
+        return ""
+    if (folder / "local").is_dir():
+        return f"{folder} is a run's own folder; its machines share {folder / 'local'}, unless machine.shared_dir is set"
+    return "the run of this folder was started for one machine, and asks for no other" if _of_one(folder) else ""
+
+
+def _of_one(folder: Path) -> bool:
+    """Whether what was last started in a run's local folder is for this machine alone."""
+    import msgspec
+
+    from ftrain.compose.paths import CONFIGURED, SUPERVISED
+
+    try:
+        if (folder / SUPERVISED).is_file():
+            return not msgspec.json.decode((folder / SUPERVISED).read_bytes())["nnodes"]
+        return not msgspec.json.decode((folder / CONFIGURED).read_bytes())["config"]["machine"]["ranks_per_node"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return False
+
+
+def no_run(folder: Path, wait_s: float) -> str:
+    """That nobody has asked for nodes there, what FOLDER is, and which runs ask."""
+    return (
+        f"within {format_duration(wait_s)} no run has asked for machines in {folder}. FOLDER is the run's machine.shared_dir, "
+        "or RUN/local if that is not set; a run asks for machines if it has machine.ranks_per_node (`ftrain run`) or --nnodes "
+        "(`ftrain supervise`), once it is started"
+    )
 
 
 def ending(code: int) -> str:

@@ -37,17 +37,21 @@ def ask(run_url: str, local_dir: str, kind: str, **args: Any) -> dict[str, Any]:
 
 
 def _not_running(run_url: str, local_dir: str) -> str:
-    """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there."""
+    """What the ledger says of a run whose coordinator does not answer, and what to do; empty if no ledger is there.
+
+    Raises LedgerFormatError if it is damaged.
+    """
     from ftrain.compose.ledgers import read_ledger
+    from ftrain.compose.paths import absolute_url, local_dir_of
     from ftrain.view.record import command_of
-    from recovery.ledger import LedgerFormatError
+    from recovery.owner import read_owner
     from recovery.state import Phase, fold
     from storage.errors import StorageError
 
     try:
         events = read_ledger(run_url, local_dir)
         state = fold(events)
-    except (StorageError, LedgerFormatError):
+    except StorageError:
         return ""
     if not state.events:
         return ""
@@ -55,6 +59,9 @@ def _not_running(run_url: str, local_dir: str) -> str:
         return _script_not_running(state, run_url)
     again = "`ftrain run CONFIG` with more run.steps" if state.outcome == "finished" else "`ftrain run CONFIG`"
     then = f"{again} goes on with it, `ftrain report {run_url}` explains"
+    folder = local_dir_of(absolute_url(run_url), local_dir)
+    if (owner := read_owner(folder)) is not None and owner.lives_elsewhere(str(folder)):
+        return f"it is a copy: {owner.describe()}, runs the one that it was made of, in {owner.place}; ask for that one"
     if state.phase is not Phase.ENDED:
         where = f"its coordinator does not answer; its ledger goes to step {state.step}"
         return f"{where}: ask again in a moment, it may be restarting; if it is gone, {then}"
@@ -150,7 +157,7 @@ def drain(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
 @local_option
 @json_option
 def admit(run_url: str, place: str, local_dir: str, as_json: bool) -> None:
-    """Give PLACE back to a live RUN, which grows at the next step boundary if it had shrunk.
+    """Give PLACE back to a live RUN, which grows at the next step boundary if it had shrunk, without waiting for layout_hold_s.
 
     \b
     Example:

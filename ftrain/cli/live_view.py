@@ -21,6 +21,8 @@ from recovery import events
 from recovery.durations import format_duration
 from recovery.events import Event, steps_of
 from recovery.exits import exit_text
+from recovery.gaps import SegmentsMissing
+from recovery.places import Place
 from recovery.state import RunState, apply
 
 if TYPE_CHECKING:
@@ -193,9 +195,9 @@ def _trouble(event: Event) -> str:
         case events.Decided():
             return f"decision: {event.action}: {event.reason}"
         case events.PlaceLost():
-            return f"place {event.node}/{event.slot} is taken away: {event.reason}"
+            return f"{Place(node=event.node, slot=event.slot).described()} is taken away: {event.reason}"
         case events.PlaceReturned():
-            return f"place {event.node}/{event.slot} is back: {event.reason}"
+            return f"{Place(node=event.node, slot=event.slot).described()} is back: {event.reason}"
         case events.LayoutChosen():
             return f"layout {event.was} -> {event.layout}: {event.reason}; costs {event.costs}"
         case events.PhaseBegan():
@@ -203,6 +205,8 @@ def _trouble(event: Event) -> str:
             return f"phase {event.phase} of 0 to {event.phases - 1} begins after step {event.step} ({event.layout}): {what}"
         case events.StopRequested():
             return f"stop requested by {event.by}: finishing the step, saving"
+        case SegmentsMissing():
+            return event.sentence()
         case events.RunEnded():
             where = "" if event.step is None else f" at step {event.step}"
             return f"run {event.outcome}{where}" + (f": {event.reason}" if event.reason else "")

@@ -19,6 +19,7 @@ from ftrain.cli.live import local_option
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 from recovery.events import Event, RunEnded
+from recovery.gaps import SegmentsMissing
 
 if TYPE_CHECKING:
     from ftrain.view.sinks import Sink
@@ -47,6 +48,9 @@ def metrics(run_url: str, tensorboard: str, wandb: str, follow: bool, local_dir:
     if not tensorboard and not wandb:
         render.fail("where to? Give --tensorboard FOLDER, --wandb PROJECT, or both", ExitCode.USAGE)
     events, first = source(run_url, local_dir)
+    for event in first:
+        if isinstance(event, SegmentsMissing):
+            render.note(f"{run_url}: {event.sentence()}; the curves have a gap there")
     try:
         sinks = _sinks(tensorboard, wandb, run_url)
     except MissingExtraError as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ftrain.cli import render
+from ftrain.cli.output import PAGE, PICTURE, TRACE, Kind, OutputFile, write
 from ftrain.cli.plan_phases import each_phase, of_phase
 from ftrain.cli.plan_text import show_text
 from ftrain.cli.types import COUNT, POSITIVE, Finite
@@ -142,11 +143,8 @@ def show(asked: Asked, answer: Answer) -> None:
         raise SystemExit(int(ExitCode.CONFIG))
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+def _write(path: Path, kind: Kind, text: str) -> None:
+    write(path, kind, text)
     render.note(f"wrote {path}")
 
 
@@ -168,9 +166,9 @@ def memory(asked: Asked) -> None:
 @common
 @click.option("--stages", type=COUNT, default=0, help="Another number of stages than the config's.")
 @click.option("--microbatches", type=COUNT, default=0, help="Another number of micro-batches.")
-@click.option("--svg", default="", metavar="FILE", help="Write the chart as SVG.")
-@click.option("--perfetto", default="", metavar="FILE", help="Write the chart for ui.perfetto.dev.")
-def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: str) -> None:
+@click.option("--svg", type=OutputFile(PICTURE), metavar="FILE", help="Write the chart as SVG.")
+@click.option("--perfetto", type=OutputFile(TRACE), metavar="FILE", help="Write the chart for ui.perfetto.dev.")
+def schedule(asked: Asked, stages: int, microbatches: int, svg: Path | None, perfetto: Path | None) -> None:
     """Pipeline schedule: how long stages wait, drawn from the object the engine executes.
 
     \b
@@ -189,9 +187,9 @@ def schedule(asked: Asked, stages: int, microbatches: int, svg: str, perfetto: s
         stages_, batches = plural(line.schedule.num_ranks, "stage"), plural(line.schedule.num_microbatches, "micro-batch")
         title = f"{name}, {stages_}, {batches}"
         if svg:
-            _write(svg, chart.svg(line, title=title))
+            _write(svg, PICTURE, chart.svg(line, title=title))
         if perfetto:
-            _write(perfetto, chart.perfetto(line, unit_us=1000))
+            _write(perfetto, TRACE, chart.perfetto(line, unit_us=1000))
     show(asked, planner.answer(setup, stages=stages, microbatches=microbatches))
 
 
@@ -271,8 +269,10 @@ def checkpoint(asked: Asked, **given: Any) -> None:
 @click.option("--place", default="", metavar="STAGE,CARD,REPLICA", help="The same by place, counted from 0.")
 @click.option("--step", type=COUNT, default=0, help="The step whose samples are shown.")
 @click.option("--topic", type=click.Choice(["tp", "dp", "zero1", "ep"]), help="A worked example instead of a rank.")
-@click.option("--svg", default="", metavar="FILE", help="Write the picture: card, server, replica, cluster; or the topic's.")
-@click.option("--html", default="", metavar="FILE", help="The same as a page that names what is under the pointer.")
+@click.option(
+    "--svg", type=OutputFile(PICTURE), metavar="FILE", help="Write the picture: card, server, replica, cluster; or the topic's."
+)
+@click.option("--html", type=OutputFile(PAGE), metavar="FILE", help="The same as a page that names what is under the pointer.")
 def explain(asked: Asked, **given: Any) -> None:
     """One rank: its place, layers, peers, links, boxes and samples.
 
@@ -283,10 +283,12 @@ def explain(asked: Asked, **given: Any) -> None:
     from ftrain.plan import draw, worked
     from ftrain.plan import explain as planner
 
+    if given["topic"] and (given["html"] or (given["svg"] and given["topic"] != "zero1")):
+        raise click.UsageError("of the topics only zero1 has a picture (--svg), and none a page (--html)")
     setup = resolve(asked)
     if given["topic"]:
-        if given["svg"] and given["topic"] == "zero1":
-            _write(given["svg"], draw.zero1())
+        if given["svg"]:
+            _write(given["svg"], PICTURE, draw.zero1())
         show(asked, worked.answer(given["topic"]))
         return
     rank = given["rank"]
@@ -295,9 +297,9 @@ def explain(asked: Asked, **given: Any) -> None:
         rank = planner.find_rank(setup, stage=stage, card=card, replica=replica)
     answer = planner.answer(setup, rank, step=given["step"])
     if given["svg"]:
-        _write(given["svg"], draw.topology(setup, rank))
+        _write(given["svg"], PICTURE, draw.topology(setup, rank))
     if given["html"]:
-        _write(given["html"], draw.html(draw.topology(setup, rank), title=answer.title))
+        _write(given["html"], PAGE, draw.html(draw.topology(setup, rank), title=answer.title))
     show(asked, answer)
 
 

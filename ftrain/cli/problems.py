@@ -37,7 +37,8 @@ def told(url: str = "") -> Iterator[None]:
     except NoCheckpoint as error:
         render.fail(f"{error}{'.' if (hint := meant(url)) else ''}{hint}", ExitCode.DAMAGED)
     except LedgerFormatError as error:
-        render.fail(f"{error}. Checkpoints are apart from it; move the segment away to go on without it", ExitCode.DAMAGED)
+        then = "move the segment away to go on without it: what it held is reported as missing then"
+        render.fail(f"{error}. Checkpoints are apart from it; {then}", ExitCode.DAMAGED)
     except (Damaged, FormatError, CoverageError) as error:
         render.fail(str(error), ExitCode.DAMAGED)
     except StorageError as error:

@@ -5,6 +5,7 @@ ftrain report runs/demo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,22 +13,28 @@ import click
 
 from ftrain.cli import render
 from ftrain.cli.hints import no_run
+from ftrain.cli.output import PAGE, OutputFile, write
 from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
 
 if TYPE_CHECKING:
     from ftrain.view.record import Recorded
-    from recovery.events import AnyEvent
+    from recovery.events import Event
 
 
 @click.command()
 @click.argument("run_url", metavar="RUN", type=PLACE)
 @click.option("--attempt", type=int, help="Explain one attempt: what was seen, what it was taken for, what was decided.")
-@click.option("--html", default="", metavar="FILE", help="Write it as a self-contained page instead: curves, timeline, tables.")
+@click.option(
+    "--html",
+    type=OutputFile(PAGE),
+    metavar="FILE",
+    help="Write it as a self-contained page instead: curves, timeline, tables. Replaces only an earlier page.",
+)
 @click.option("--local-dir", default="", help="The run's run.local_dir, if it has one.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json: bool) -> None:
+def report(run_url: str, attempt: int | None, html: Path | None, local_dir: str, as_json: bool) -> None:
     """Report on RUN (its URL or folder), live or finished.
 
     Every second since the first launch is in exactly one bucket; if the books do not add up, there is no report.
@@ -38,6 +45,8 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
       ftrain report runs/demo --html report.html
       ftrain report runs/demo --attempt 0
     """
+    if html and attempt is not None:
+        raise click.UsageError("--html writes the page of all attempts, --attempt explains one in words: give one of them")
     from ftrain.compose.ledgers import read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
     from recovery.report import ReportError
@@ -59,7 +68,7 @@ def report(run_url: str, attempt: int | None, html: str, local_dir: str, as_json
             render.fail(f"{run_url}: {error}", ExitCode.DAMAGED)
 
 
-def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None:
+def _require_attempt(run_url: str, events: Sequence[Event], attempt: int) -> None:
     """Leaves with a sentence if the run had no such attempt."""
     last = max((event.attempt for event in events), default=-1)
     if not 0 <= attempt <= last:
@@ -67,7 +76,7 @@ def _require_attempt(run_url: str, events: list[AnyEvent], attempt: int) -> None
         render.fail(f"{run_url}: there is no attempt {attempt}; attempts: {there}", ExitCode.USAGE)
 
 
-def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_json: bool) -> None:
+def _whole(run_url: str, events: Sequence[Event], folder: Path, *, html: Path | None, as_json: bool) -> None:
     """The report of all attempts, with what the planner had said of them."""
     from ftrain.compose.packets import waiting
     from ftrain.view import grade, pace, script, went
@@ -100,11 +109,8 @@ def _whole(run_url: str, events: list[AnyEvent], folder: Path, *, html: str, as_
     render.data("\n".join(fold([*told_lines, *(["", *packet.lines()] if packet else [])])))
 
 
-def _write(path: str, run: Recorded) -> None:
+def _write(path: Path, run: Recorded) -> None:
     from ftrain.view.html import page
 
-    try:
-        Path(path).write_text(page(run), encoding="utf-8")
-    except OSError as error:
-        render.fail(f"{path}: cannot be written ({error.strerror})", ExitCode.USAGE)
+    write(path, PAGE, page(run))
     render.note(f"wrote {path}: open it in a browser")

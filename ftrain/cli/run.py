@@ -50,7 +50,7 @@ def run(
 
     if as_json and not dry_run:
         raise click.UsageError("--json prints what --dry-run shows: give both, or see `ftrain report RUN --json`")
-    with told():
+    with told(split_step(origin or "")[0]):
         config = load(config_path, overrides)
         if dry_run:
             from ftrain.compose.corpora import check_data
@@ -110,9 +110,10 @@ def run_supervised(folder: Path) -> int:
     from ftrain.cli.live_view import LiveView
     from ftrain.compose.launch import coordinator_argv
     from ftrain.compose.slurm import nodes_of_job, requeue_if_asked
-    from recovery.launch import supervise
+    from recovery.launch import log_size, supervise, why_left
 
-    view, nodes = LiveView(folder), nodes_of_job(folder)
+    log = folder / "logs" / "coordinator.log"
+    view, nodes, before = LiveView(folder), nodes_of_job(folder), log_size(log)
 
     def tick() -> None:
         view.tick()
@@ -120,16 +121,17 @@ def run_supervised(folder: Path) -> int:
             nodes.tick()
 
     try:
-        code = supervise(
-            coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick, tick_s=0.2 if view.live else 1.0
-        )
+        code = supervise(coordinator_argv(folder), log=log, on_tick=tick, tick_s=0.2 if view.live else 1.0)
     finally:
         view.close()
         if nodes is not None:
             nodes.close()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(done)
-    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+    held = code == ExitCode.HELD
+    if code in (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED) and (why := why_left(log, before, held=held)):
+        render.complain(why)
+    if code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HELD):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")
     return code
 

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 AT_ONCE = 1 << 20
 
 
+def _patterns(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The regular expressions, if they are some and name a step."""
+    from ftrain.compose.patterns import PatternError, compiled
+
+    try:
+        compiled(given)
+    except PatternError as error:
+        raise click.UsageError(str(error), context) from error
+    return given
+
+
 @click.command(context_settings={"allow_interspersed_args": False})  # the rest belongs to the command
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--run", "url", default="", metavar="DIR", help="The run's folder (default: runs/ and the script's name).")
@@ -35,6 +46,7 @@ AT_ONCE = 1 << 20
     "--progress-pattern",
     "patterns",
     multiple=True,
+    callback=_patterns,
     metavar="REGEX",
     help="Lines that name a finished step: 'step (?P<step>\\d+).*loss (?P<loss>[\\d.]+)'.",
 )
@@ -93,14 +105,15 @@ def supervise(**given: Any) -> None:
       ftrain supervise --nnodes 2 --nproc 8 --run /shared/runs/mine -- python train.py
     """
     from ftrain.compose.supervise import made_by_another, prepare
+    from recovery.logs import misread
 
     command = ["ftrain", "supervise", *sys.argv[sys.argv.index("supervise") + 1 :]] if "supervise" in sys.argv else []
     launch = launch_of(given, shlex.join(command))
     with told():
         other = made_by_another(launch)
         folder = prepare(launch)
-    if other:
-        render.note(f"ftrain: {other}")
+    for said in filter(None, (other, misread(os.environ))):
+        render.note(f"ftrain: {said}")
     sys.exit(run_supervised(folder, launch))
 
 
@@ -133,9 +146,11 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
     """Keep a coordinator alive until the command is done, and show what rank 0 writes meanwhile."""
     from ftrain.compose.slurm import requeue_if_asked
     from ftrain.compose.supervise import coordinator_argv, nodes_of_job
+    from recovery.launch import log_size, why_left
     from recovery.launch import supervise as keep_alive
 
-    view, nodes = Echo(folder, launch), nodes_of_job(folder, launch)
+    log = folder / "logs" / "coordinator.log"
+    view, nodes, before = Echo(folder, launch), nodes_of_job(folder, launch), log_size(log)
 
     def tick() -> None:
         view.tick()
@@ -143,14 +158,16 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
             nodes.tick()
 
     try:
-        code = keep_alive(coordinator_argv(folder), log=folder / "logs" / "coordinator.log", on_tick=tick)
+        code = keep_alive(coordinator_argv(folder), log=log, on_tick=tick)
     finally:
         if nodes is not None:
             nodes.close()
     view.tick()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(f"ftrain: {done}")
-    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+    if code == ExitCode.HELD and (why := why_left(log, before, held=True)):
+        render.complain(f"ftrain: {why}")
+    elif code not in (ExitCode.DONE, ExitCode.STOPPED):
         render.note(f"ftrain: logs are in {folder / 'logs'}; `ftrain report {shlex.quote(launch.url)}` explains each attempt")
     return code
 

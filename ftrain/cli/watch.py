@@ -27,7 +27,8 @@ from ftrain.units import format_bytes, format_count, format_share
 from ftrain.view.script import attempt_line
 from recovery.codes import ExitCode
 from recovery.durations import format_duration
-from recovery.events import AnyEvent, AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
+from recovery.events import AttemptStarted, CheckpointCommitted, Event, RunStarted, steps_of
+from recovery.gaps import SegmentsMissing
 from recovery.report import Report, ReportBuilder, ReportError, of_script
 from recovery.state import Phase, RunState, apply
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-Source = Callable[[], Sequence[AnyEvent]]
+Source = Callable[[], Sequence[Event]]
 """Events since the last call; all that there are at the first."""
 
 LOOK_EVERY_S, BOOKS_EVERY_S, STORE_EVERY_S = 0.5, 2.0, 10.0
@@ -61,7 +62,8 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
     screen = Screen()
     screen.add(first)
     if not screen.has_begun:
-        render.fail(f"{run_url}: the ledger holds no start of a run", ExitCode.DAMAGED)
+        why = f": {screen.missing}" if screen.missing else ""
+        render.fail(f"{run_url}: the ledger holds no start of a run{why}", ExitCode.DAMAGED)
     console = Console()
     if once or screen.is_over or not console.is_terminal:
         console.print(screen.picture(Bars.of(console)))
@@ -76,30 +78,30 @@ def watch(run_url: str, once: bool, local_dir: str) -> None:
             return
 
 
-def source(url: str, local_override: str) -> tuple[Source, Sequence[AnyEvent]]:
+def source(url: str, local_override: str) -> tuple[Source, Sequence[Event]]:
     """A run's events as they come, and those that there are; leaves with a sentence if there is none."""
     from ftrain.compose.ledgers import read_ledger
 
     with told():
-        look = _source(url, local_override)
-        first = look()
+        look, first = _source(url, local_override)
         if not first:
             read_ledger(url, local_override)  # a view passes over lines that are no events: if all are, this says so
             render.fail(no_run(url), ExitCode.USAGE)
     return look, first
 
 
-def _source(url: str, local_override: str) -> Source:
+def _source(url: str, local_override: str) -> tuple[Source, Sequence[Event]]:
     """The local segments as they grow; where the run is on another machine, its store now and then."""
     from ftrain.compose.ledgers import LedgerTail, read_ledger
     from ftrain.compose.paths import absolute_url, local_dir_of
 
     folder = local_dir_of(absolute_url(url), local_override) / "ledger"
     if folder.is_dir():
-        return LedgerTail(folder, from_start=True).new
+        tail = LedgerTail(folder, from_start=True)
+        return tail.new, tail.first(lambda: read_ledger(url, local_override))
     seen, looked = 0, -STORE_EVERY_S
 
-    def from_store() -> Sequence[AnyEvent]:
+    def from_store() -> Sequence[Event]:
         nonlocal seen, looked
         if time.monotonic() - looked < STORE_EVERY_S:
             return []
@@ -108,7 +110,7 @@ def _source(url: str, local_override: str) -> Source:
         new, seen = events[seen:], len(events)
         return new
 
-    return from_store
+    return from_store, from_store()
 
 
 class Screen:
@@ -127,6 +129,12 @@ class Screen:
         self._report: Report | None = None
         self._booked = float("-inf")
         self._is_new = False
+        self._missing: list[str] = []
+
+    @property
+    def missing(self) -> str:
+        """Which segments of the ledger are not there; empty if all are."""
+        return "; ".join(self._missing)
 
     @property
     def has_begun(self) -> bool:
@@ -156,6 +164,9 @@ class Screen:
                 seconds = record.t_end - record.t_begin
                 self._losses += [record.loss] if record.loss is not None else []
                 self._rates.append(record.tokens / seconds if seconds > 0 else 0.0)
+            if isinstance(event, SegmentsMissing):  # has a row of its own
+                self._missing.append(event.sentence())
+                continue
             said = attempt_line(event) if self._script and isinstance(event, AttemptStarted) else self._briefly.sentence(event)
             if said and not isinstance(event, CheckpointCommitted):
                 self._told.append(f"{time.strftime('%H:%M:%S', time.gmtime(event.t))}  {said}")
@@ -178,8 +189,10 @@ class Screen:
         from rich.text import Text
 
         state, report = self._state, self._books()
+        gaps = [("ledger", Text(self.missing, style="red", overflow="fold"))] if self._missing else []
         if self._script and not state.step:
             return [
+                *gaps,
                 ("command", Text(f"{state.layout}, attempt {state.attempt}")),
                 ("steps", Text("not known: the script tells none (ftrain.progress, --progress-pattern)")),
                 ("trouble", Text(f"interruptions {len(state.interruptions)}")),
@@ -194,6 +207,7 @@ class Screen:
             *self._speed_row(bars),
             *([("tokens", Text(format_count(state.tokens)))] if state.tokens or not self._script else []),
             ("checkpoint", Text(self._checkpoint())),
+            *gaps,
         ]
         if report is not None:
             rows += [

@@ -20,6 +20,8 @@ from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec
 from ftrain.compose.paths import local_dir
 from ftrain.config import Config, Storage
 from ftrain.phases import most_ranks
+from ftrain.schemes import is_local
+from recovery import logs
 from recovery.notice import read_time
 from recovery.ports import can_bind
 from recovery.preflight import Check, Concern, Result, examine
@@ -62,9 +64,14 @@ def cheap(config: Config) -> list[Check]:
             remedy="raise `ulimit -n`",
         ),
         Check(name="memory areas", entry="recovery.probes:anonymous_memory"),
+        *([_notice(config.recovery.notice)] if is_local(config.recovery.notice) and config.recovery.notice else []),
         *([_compiler()] if config.machine.compile else []),
         *([_gpus(ranks)] if config.machine.device == "cuda" and not config.machine.ranks_per_node else []),
     ]
+
+
+def _notice(where: str) -> Check:
+    return Check(name="notice", entry="recovery.notice:probe", args={"where": where})
 
 
 def _compiler() -> Check:
@@ -93,6 +100,7 @@ def thorough(config: Config) -> list[Check]:
         Check(name="clock", entry="ftrain.compose.checks:clock", args=url, limit_s=60.0),
         *([_mirror(config)] if config.checkpoint.mirror_url else []),
         *_ports(config),
+        *([] if is_local(config.recovery.notice) else [_notice(config.recovery.notice)]),  # a server may not answer
         Check(name="collective", entry="ftrain.compose.checks:collective", limit_s=60.0, remedy="see machine.interface"),
         Check(name="device", entry="ftrain.compose.checks:device", args={"name": config.machine.device}, limit_s=60.0),
     ]
@@ -144,7 +152,8 @@ def before_start(config: Config) -> list[str]:
     bad = [result.line() for result in found if result.bad]
     if bad:
         raise UnfitError(["this machine is not fit for the run (`ftrain doctor` asks more):", *bad])
-    return [result.line() for result in found if result.status == "warning"]
+    unread = logs.misread(os.environ)
+    return [*(result.line() for result in found if result.status == "warning"), *([unread] if unread else [])]
 
 
 def timeouts(config: Config, env: Mapping[str, str], now_t: float) -> Timeouts:

@@ -33,7 +33,7 @@ from ftrain.phases import most_ranks
 from recovery.codes import ExitCode
 from recovery.coordinator import Coordinator
 from recovery.events import Event
-from recovery.ledger import Ledger, read_all
+from recovery.ledger import Ledger, read_past
 from recovery.notice import Lookout, sources
 from recovery.policy import Limits
 from recovery.spec import CoordinatorSpec
@@ -112,8 +112,8 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore, *,
 
     def open_ledger(epoch: int) -> tuple[Ledger, RunState]:
         sink = StoreSink(store)
-        state = fold(read_all(folder / "ledger", sink))
-        return Ledger(folder / "ledger", sink, epoch), state
+        past, newest = read_past(folder / "ledger", sink)
+        return Ledger(folder / "ledger", sink, epoch, after=newest), fold(past)
 
     def on_event(event: Event) -> None:
         packets.on_event(event)

@@ -263,7 +263,7 @@ class RunDelegate(StoringDelegate):
         self._speed.add(told[0])
         self._moved |= {done.step} if done.applied and done.lr > 0 else set()
         self._metrics.append(done, attempt=attempt, layout=self._layouts.text)
-        return [*self._doubts.on_step(done, attempt), *told]
+        return [*self._doubts.on_step(done, attempt, self._layouts.text), *told]
 
     def _on_snapshot(self, taken: SnapshotTaken, attempt: int) -> list[Event]:
         group = (attempt, taken.step)

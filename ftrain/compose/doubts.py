@@ -26,6 +26,8 @@ from recovery.state import Onset
 from storage.errors import Damaged, FormatError, NoCheckpoint, ObjectMissing
 from storage.run import RunStore
 
+Lineage = tuple[tuple[int, str], ...]
+"""The layouts under which a state came about: after how many steps each began."""
 REMEMBERED = 4096  # losses: more than lie between two checkpoints, or the older ones cannot be compared
 
 
@@ -35,8 +37,9 @@ class Doubts:
     def __init__(self) -> None:
         self._onsets: dict[int, tuple[int, str]] = {}  # open ones: attempt -> since which step, and why
         self._void: dict[int, int] = {}  # attempt -> onset: packs of attempts up to it from the onset on
-        self._losses: OrderedDict[int, tuple[int, bytes]] = OrderedDict()  # step -> (attempt, bits of the loss)
-        self._said = -1
+        self._losses: OrderedDict[int, tuple[int, bytes, Lineage]] = OrderedDict()  # step -> attempt, bits of the loss, layouts
+        self._lineage: Lineage = ()
+        self._doing = self._said = -1
 
     def on_doubt(self, doubt: Doubt, attempt: int) -> list[Event]:
         """A worker doubts; since when is remembered until the run goes back to before it, in the ledger too."""
@@ -64,14 +67,19 @@ class Doubts:
         onset, reason = min(self._onsets.values(), default=(0, ""))
         return (onset, f"the run goes back to before step {onset}: {reason}") if self._onsets else None
 
-    def on_step(self, done: StepDone, attempt: int) -> list[Event]:
-        """A step that was finished before must have had the same loss, bit for bit; said once in an attempt."""
+    def on_step(self, done: StepDone, attempt: int, layout: str) -> list[Event]:
+        """A step that was finished before must have had the same loss, bit for bit; said once in an attempt.
+
+        Only where all steps up to it were done under the same layouts: under another one sums are rounded in another order.
+        """
+        if attempt != self._doing:
+            self._doing, self._lineage = attempt, _continued(self._lineage, done.step - 1, layout)
         bits = struct.pack("<d", done.loss)
         before = self._losses.get(done.step)
-        self._losses[done.step] = (attempt, bits)
+        self._losses[done.step] = (attempt, bits, self._lineage)
         if len(self._losses) > REMEMBERED:
             self._losses.popitem(last=False)
-        if before is None or before[0] == attempt or before[1] == bits or self._said == attempt:
+        if before is None or before[0] == attempt or before[1] == bits or self._said == attempt or before[2] != self._lineage:
             return []
         self._said = attempt
         was = struct.unpack("<d", before[1])[0]
@@ -149,3 +157,9 @@ def go_back(run: RunStore, before: int, reason: str) -> Back:
             passed[step] = str(problem)
         else:
             return Back(step=step, epoch=epoch, passed=passed)
+
+
+def _continued(lineage: Lineage, step: int, layout: str) -> Lineage:
+    """That of a state which goes on after `step` steps."""
+    kept = tuple(part for part in lineage if part[0] < step)
+    return kept if kept and kept[-1][1] == layout else (*kept, (step, layout))

@@ -19,7 +19,7 @@ import numpy as np
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.paths import folder_of
 from ftrain.compose.stores import open_place
-from ftrain.compose.weights import weights_of
+from ftrain.compose.weights import of_a_script, weights_of
 from ftrain.config import Config, Model
 from ftrain.load import load
 from ftrain.model.names import (
@@ -52,6 +52,8 @@ BUCKET_BYTES = 64 * 2**20  # the default of parallel.bucket_mib: an import's til
 PROGRESS = "ftrain.json"
 LAST_OF_EXPORTS = ("model.safetensors", "model.safetensors.index.json", ".metadata", "zarr.json")
 """What each form writes when its arrays are whole: an export that was interrupted lacks it, and may be begun again."""
+BESIDE = ("config.json", PROGRESS)
+"""What an export writes after that: found without it, it is somebody else's."""
 WIDENABLE = ("bfloat16", "float16", "float32")
 
 
@@ -76,10 +78,12 @@ def export(
     """Write a checkpoint as `form`. `dtype` float32: the masters instead of the weights. `state`: masters and moments too.
 
     `compress`: without loss; only Zarr has a word for it. Raises RefusedError where an export is already: what the new one does
-    not overwrite of it would be read as its own.
+    not overwrite of it would be read as its own; and where a config.json is that would be overwritten.
     """
     if found := next((key for key in LAST_OF_EXPORTS if destination.exists(key)), None):
         raise RefusedError([f"{destination.url} holds an export already ({found}), and is left as it is: give another folder"])
+    if found := next((key for key in BESIDE if destination.exists(key)), None):
+        raise RefusedError([f"{destination.url} holds a {found} already, and is left as it is: give another folder"])
     if compress and form != "zarr":
         raise ConfigurationError(f"{form} files are not compressed; leave out --compress, or export to zarr")
     tensors = list(_outgoing(checkpoint, dtype=dtype, state=state))
@@ -96,11 +100,10 @@ def export(
 
 def _nameless(checkpoint: Checkpoint) -> str:
     """Why nothing can be exported of a script's checkpoint, and what can be done with it."""
-    step, names = checkpoint.step, [name for name in checkpoint.names if not name.startswith("random/")]
+    step = checkpoint.step
     return (
-        f"the checkpoint of step {step} is not of a model that `ftrain run` trains: its arrays have a script's own names "
-        f"({', '.join(names[:2])}, ...), Hugging Face has none for them, and any export is under its names. Each "
-        f"array under its own name: `ftrain ckpt view URL@{step}` for plain Zarr; in Python torch.distributed.checkpoint, with "
+        f"{of_a_script(checkpoint)}, Hugging Face has none for them, and any export is under its names. Each array under its "
+        f"own name: `ftrain ckpt view URL@{step}` for plain Zarr; in Python torch.distributed.checkpoint, with "
         f"`dcp.load(state, storage_reader=ftrain.DcpReader(URL, step={step}))`"
     )
 
@@ -206,8 +209,18 @@ def _there(store: ObjectStore, source: str) -> Iterator[None]:
         raise ConfigurationError(f"{source}: nothing is there; {wanted}") from error
 
 
+def _other_form(form: str, store: ObjectStore) -> str:
+    """The form of what is there, if it is plainly not the one that was named; else empty."""
+    if store.exists(".metadata") == (form == "dcp"):
+        return ""
+    files = any(info.key.endswith(".safetensors") and "/" not in info.key for info in store.list(""))
+    return "" if files == (form == "safetensors") else "safetensors" if files else "dcp"
+
+
 @contextmanager
 def _opened(form: str, store: ObjectStore) -> Iterator[Mapping[str, Tensor]]:
+    if other := _other_form(form, store):
+        raise ConfigurationError(f"{store.url} holds no {form} checkpoint but {other} files: say --from {other}")
     if form == "dcp":
         from storage.exchange.dcp import read_dcp
 

@@ -35,6 +35,12 @@ def check_holder(store: ObjectStore, *, take_over: bool) -> None:
     if owner is None or inherits(owner):
         return
     if owner.host == here.host:
+        if owner.lives_elsewhere(store.url):
+            raise HeldError(
+                f"{store.url} is a copy of {owner.place}, made while that was running, by {owner.describe()}: what was copied "
+                f"of a live run may not fit together. `ftrain stop {owner.place}` ends that one; another run begins with its "
+                f"state by `ftrain run CONFIG --set run.url=... --from {owner.place}`"
+            )
         if _lives(owner, here):
             raise HeldError(f"{store.url} is held by {owner.describe()}; `ftrain watch` shows it, `ftrain stop` ends it")
         return
@@ -82,7 +88,7 @@ class Holder:
         self.epoch = epoch
         self.taken_by = ""
         """Who holds the run now, if it is not this process any more."""
-        self._owner: dict[str, Any] = msgspec.to_builtins(this_process())
+        self._owner: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(this_process(), place=store.url))
         self._closing = threading.Event()
         self._renew()
         self._thread = threading.Thread(target=self._work, name="lease", daemon=True)

@@ -18,18 +18,18 @@ from ftrain.compose.errors import RefusedError
 from ftrain.compose.holder import check_holder
 from ftrain.compose.mirrors import check_mirror
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
-from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir
-from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured, opened_run
+from ftrain.compose.origin import Origin, check_other, resolve
+from ftrain.compose.paths import CONFIGURED, absolute_url, local_dir
+from ftrain.compose.residence import check_free, check_tenant
+from ftrain.compose.standing import really_changed
+from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
 from ftrain.load import fingerprint
-from recovery.agent_record import living_agent
 from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError, names_of
-from recovery.owner import claim
 from recovery.rendezvous import control_folder
-from storage.errors import ConfigurationError
 from storage.objects import check_store
 from storage.run import RunStore
 
@@ -38,7 +38,7 @@ def checked(
     config: Config,
     *,
     accept_change: bool,
-    origin: tuple[str, int | None] | None,
+    origin: Origin | None,
     take_over: bool,
     command: str = "",
 ) -> Launch:
@@ -47,11 +47,14 @@ def checked(
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
     config = with_absolute_url(config)
+    if origin is not None:
+        check_other(origin, config)
     check_data(config, prepare=True, tokenizer=False)
     check_memory(config)
     limit_traffic(config)
     store = open_configured(config.storage, config.run.url)
     try:
+        check_tenant(config, store)
         check_store(store)
         check_holder(store, take_over=take_over)
         found = resume.look(RunStore(store), config)
@@ -63,13 +66,13 @@ def checked(
     if found.step is None:
         check_tokenizer(config)
     check_network(config)
-    source = resolve_origin(origin) if origin is not None and found.step is None else None
+    source = resolve(origin, config) if origin is not None and found.step is None else None
     check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
-    _check_local(local_dir(config), fingerprint(config), take_over=take_over)
+    check_free(config, take_over=take_over)
     return Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
-        changes=list(found.recorded()),
+        changes=[dict(change) for change in really_changed(config, found.recorded())],
         origin_url=source[0] if source else "",
         origin_step=source[1] if source else 0,
         take_over=take_over,
@@ -110,37 +113,6 @@ def keeper_args(config: Config, folder: Path) -> KeeperArgs:
     )
 
 
-def check_agent(folder: Path, wanted: str) -> None:
-    """An agent that outlived its coordinator has workers that step on under the config they were started with."""
-    agent = living_agent(folder)
-    if agent is None or not (folder / CONFIGURED).exists():
-        return
-    had = msgspec.json.decode((folder / CONFIGURED).read_bytes(), type=Launch)
-    if had.fingerprint != wanted:
-        raise RefusedError(
-            [
-                f"workers of this run still step under another config (agent: process {agent.pid}): go on with that config, "
-                f"or wait {had.config['recovery']['lease_s']:g} s (recovery.lease_s) until the agent ends them"
-            ]
-        )
-
-
-def _check_local(folder: Path, wanted: str, *, take_over: bool) -> None:
-    """The local folder can be written, and is nobody else's: a live run reads what is there whenever its coordinator starts.
-
-    `wanted`: the fingerprint of the config.
-    """
-    if (folder / SUPERVISED).exists():
-        raise RefusedError([f"{folder} is the folder of a supervised command (`ftrain supervise`): give run.url another place"])
-    try:
-        claim(folder, take_over=take_over).release()
-        check_agent(folder, wanted)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"
-        ) from error
-
-
 def check_network(config: Config) -> None:
     """The nodes of a run on several machines will look for this one on its interface, at its port."""
     try:
@@ -168,13 +140,6 @@ def with_absolute_url(config: Config) -> Config:
         run=replace(config.run, url=absolute_url(config.run.url)),
         checkpoint=replace(checkpoint, **others),
     )
-
-
-def resolve_origin(origin: tuple[str, int | None]) -> tuple[str, int]:
-    """The checkpoint another run is to be continued from; raises NoCheckpoint if it is not there."""
-    url, step = absolute_url(origin[0]), origin[1]
-    with opened_run(url) as run:
-        return url, run.open(step).step
 
 
 def check_memory(config: Config) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ftrain.compose.paths import absolute_url, local_dir_of
 from ftrain.compose.stores import open_known
 from recovery.events import AnyEvent, LedgerFormatError, decode_line
-from recovery.ledger import read_all
+from recovery.gaps import SegmentsMissing, Told, is_segment, joined
+from recovery.ledger import begun, read_all
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 
@@ -36,8 +37,8 @@ class StoreSink:
         return [info.key.removeprefix(PREFIX) for info in self._store.list(PREFIX)]
 
 
-def read_ledger(url: str, local_override: str = "") -> list[AnyEvent]:
-    """Every event of the run at `url`, oldest first.
+def read_ledger(url: str, local_override: str = "") -> list[Told]:
+    """Every event of the run at `url`, oldest first, and what of the ledger is missing.
 
     Raises StorageError if neither a ledger nor a run is there, LedgerFormatError if what is there is damaged.
     """
@@ -48,7 +49,7 @@ def read_ledger(url: str, local_override: str = "") -> list[AnyEvent]:
         raise LedgerFormatError(f"the ledger of {url} is damaged: {error}") from error
 
 
-def _read(url: str, folder: Path) -> list[AnyEvent]:
+def _read(url: str, folder: Path) -> list[Told]:
     try:
         sink = StoreSink(open_known(url))
         return read_all(folder if folder.is_dir() else None, sink)
@@ -74,7 +75,22 @@ class LedgerTail:
         if not self._folder.is_dir():
             return {}
         paths = sorted(self._folder.glob("e*.jsonl*"))
-        return {path.name.removesuffix(".open"): path for path in paths}
+        found = {path.name.removesuffix(".open"): path for path in paths}
+        return {name: path for name, path in found.items() if is_segment(name)}
+
+    def first(self, whole: Callable[[], Sequence[Told]]) -> list[Told]:
+        """What is there at the first look. Only if segments are not in this folder, `whole` is asked: they may be in storage,
+        or it says that they are missing.
+        """
+        last = begun(self._folder)
+        here: list[tuple[str, list[AnyEvent]]] = self._by_segment()
+        told = list(joined(here, last))
+        if not any(isinstance(event, SegmentsMissing) for event in told):
+            return told
+        events, newest = list(whole()), next((event for _, content in reversed(here) for event in reversed(content)), None)
+        while newest is not None and newest in events and events[-1] != newest and not isinstance(events[-1], SegmentsMissing):
+            events.pop()  # written since: it comes with the next look
+        return events
 
     def new(self) -> list[AnyEvent]:
         """Whole events written since the last call. A torn line waits for its rest."""
@@ -85,18 +101,21 @@ class LedgerTail:
         return self._of_all()
 
     def _of_all(self) -> list[AnyEvent]:
-        events: list[AnyEvent] = []
+        return [event for _, content in self._by_segment() for event in content]
+
+    def _by_segment(self) -> list[tuple[str, list[AnyEvent]]]:
+        found: list[tuple[str, list[AnyEvent]]] = []
         newest, segments = max(self._read, default=""), self._segments()
         for name, path in segments.items():
             if name < newest:
                 continue  # closed and read: a segment is only ever followed by a later one
             try:
-                events += self._grown(name, str(path))
+                found.append((name, self._grown(name, str(path))))
             except FileNotFoundError:  # closed, that is renamed, between the two looks
                 with contextlib.suppress(FileNotFoundError):  # or empty, and removed by the next coordinator
-                    events += self._grown(name, str(self._folder / name))
+                    found.append((name, self._grown(name, str(self._folder / name))))
         self._open = next(((name, str(path)) for name, path in reversed(segments.items()) if path.suffix == ".open"), None)
-        return events
+        return found
 
     def _grown(self, name: str, path: str) -> list[AnyEvent]:
         """What was added to one segment."""

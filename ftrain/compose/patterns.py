@@ -1,7 +1,7 @@
 """Progress out of a script's own output: the lines that name a step, read from the ranks' logs as they grow.
 
 For scripts that cannot be changed at all. A pattern is a regular expression with a group `step`, and if it likes `loss` and
-`tokens`; without a named group the first group is the step. The logs are read where the supervisor runs.
+`tokens`; without a group `step` the first that has no name is the step. The logs are read where the supervisor runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+NAMES = ("step", "loss", "tokens")
 MAX_READ = 1 << 20
 MAX_LINE = 64 << 10
 
@@ -39,10 +40,19 @@ def compiled(patterns: Sequence[str]) -> list[re.Pattern[str]]:
             pattern = re.compile(text)
         except re.error as error:
             raise PatternError(f"--progress-pattern '{text}' is no regular expression: {error}") from error
-        if pattern.groups == 0:
+        if strange := [name for name in pattern.groupindex if name not in NAMES]:
+            raise PatternError(f"--progress-pattern '{text}' names a group {strange[0]}; allowed: {', '.join(NAMES)}")
+        if not _step_group(pattern):
             raise PatternError(f"--progress-pattern '{text}' has no group for the step: for example 'step (?P<step>\\d+)'")
         found.append(pattern)
     return found
+
+
+def _step_group(pattern: re.Pattern[str]) -> int:
+    """The number of the group that is the step; 0 if there is none."""
+    named = pattern.groupindex
+    nameless = (number for number in range(1, pattern.groups + 1) if number not in named.values())
+    return named.get("step") or next(nameless, 0)
 
 
 def seen_in(line: str, patterns: Sequence[re.Pattern[str]]) -> Seen | None:
@@ -52,7 +62,7 @@ def seen_in(line: str, patterns: Sequence[re.Pattern[str]]) -> Seen | None:
         if match is None:
             continue
         named = match.groupdict()
-        step = _number(named.get("step", match.group(1)))
+        step = _number(match.group(_step_group(pattern)))
         if step is None:
             continue
         loss, tokens = _number(named.get("loss")), _number(named.get("tokens"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftrain.compose.errors import RefusedError
 from ftrain.compose.stores import opened_run
-from ftrain.compose.weights import weights_of
+from ftrain.compose.weights import of_a_script, weights_of
 from ftrain.config import Config, Model
 from ftrain.phases import config_of as trained_with
 from storage.box import Box
@@ -85,6 +85,8 @@ def model_of(checkpoint: Checkpoint) -> Known:
     import msgspec
 
     saved = checkpoint.progress.get("imported")
+    if saved is None and "config" not in checkpoint.progress:
+        raise FormatError(f"{of_a_script(checkpoint)}, and only the script knows how to run it: sample from it there")
     if saved is None or "config" in checkpoint.progress:
         config = config_of(checkpoint)
         return Known(config.model, config.data.seq_len, tokenizer=config.data.tokenizer)

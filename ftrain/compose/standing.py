@@ -7,14 +7,16 @@ than its config says. And a run that has done all of its steps has nothing left 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ftrain.compose.layouts import RESIZABLE
 from ftrain.compose.ledgers import read_ledger
 from ftrain.compose.skips import missed, ranges
 from ftrain.compose.stores import open_configured
 from ftrain.config import Config
-from recovery.events import Event, PlaceLost, PlaceReturned
+from recovery.events import ConfigChanged, Event, LedgerFormatError, PlaceLost, PlaceReturned, RunStarted
+from recovery.gaps import SegmentsMissing
 from recovery.places import WHOLE_NODE, Place
 from recovery.state import fold
 from storage.errors import StorageError
@@ -64,10 +66,39 @@ def reminders(config: Config) -> Iterator[str]:
         events = read_ledger(config.run.url, config.run.local_dir)
     except StorageError:
         return
+    for event in events:
+        if isinstance(event, SegmentsMissing):
+            yield f"{event.sentence()}. Checkpoints are apart from it; `ftrain report` says what is left of the books"
     gone = away(events, time.time())
     yield from (it.line(config.run.url) for it in gone)
     if gone:
         yield "the run starts without them, with the best layout for the places that are left"
+
+
+def really_changed(config: Config, made: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Without what only seems to be changed: the newest checkpoint remembers the layout that it was made with, which may have
+    been one for the places that were left. What was asked for last, at a start or by `ftrain resize`, is in the ledger.
+    """
+    sizes = [change for change in made if str(change["path"]).startswith(RESIZABLE)]
+    if not sizes:
+        return list(made)
+    try:
+        known = asked(read_ledger(config.run.url, config.run.local_dir))
+    except (StorageError, LedgerFormatError):
+        return list(made)
+    return [change for change in made if change not in sizes or known.get(str(change["path"]), ()) != change["new"]]
+
+
+def asked(events: Iterable[Event]) -> dict[str, object]:
+    """Path -> value of all that the run was asked for last."""
+    found: dict[str, object] = {}
+    for event in events:
+        if isinstance(event, RunStarted):
+            tables = ((section, values) for section, values in event.config.items() if isinstance(values, dict))
+            found = {f"{section}.{name}": value for section, values in tables for name, value in values.items()}
+        elif isinstance(event, ConfigChanged):
+            found |= {str(change["path"]): change["new"] for change in event.changes}
+    return found
 
 
 def finished_step(config: Config) -> int | None:

@@ -23,7 +23,6 @@ from ftrain.compose.exporter import Exporter
 from ftrain.compose.nodes import NodeArgs, check_port, tell_nodes, this_node
 from ftrain.compose.packets import Packets
 from ftrain.compose.paths import CONFIGURED, SUPERVISED, absolute_url, local_dir_of
-from ftrain.compose.patterns import PatternError, compiled
 from ftrain.compose.slurm import REQUEUE, JobNodes, ask_for_requeue, join_command
 from ftrain.compose.webhook import tell
 from ftrain.config import Slurm
@@ -33,7 +32,7 @@ from recovery.coordinator import Coordinator
 from recovery.events import Event
 from recovery.files import replace_file
 from recovery.launch import python
-from recovery.ledger import Ledger, read_all
+from recovery.ledger import Ledger, read_past
 from recovery.network import NoInterfaceError, interface_address, names_of, usual_names
 from recovery.notice import Lookout, sources
 from recovery.owner import claim
@@ -86,10 +85,6 @@ def check(launch: CommandLaunch) -> None:
         raise RefusedError(["there is no command: ftrain supervise [options] -- python train.py ..."])
     if why := no_program(launch.argv[0]):
         raise RefusedError([f"{launch.argv[0]!r} is no program: {why}"])
-    try:
-        compiled(launch.patterns)
-    except PatternError as error:
-        raise RefusedError([str(error)]) from error
     if not is_local(launch.url):
         raise RefusedError(
             [f"--run {launch.url}: the folder of a supervised run is in a file system; a script may save anywhere"]
@@ -164,14 +159,15 @@ def compose(folder: Path, launch: CommandLaunch) -> Coordinator:
     )
 
     def open_ledger(epoch: int) -> tuple[Ledger, RunState]:
-        return Ledger(folder / "ledger", None, epoch), fold(read_all(folder / "ledger"))
+        past, newest = read_past(folder / "ledger")
+        return Ledger(folder / "ledger", None, epoch, after=newest), fold(past)
 
     def on_event(event: Event) -> None:
         packets.on_event(event)
         delegate.on_event(event)
 
     packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state)
-    limits = Limits(max_restarts=launch.max_restarts)
+    limits = Limits(max_restarts=launch.max_restarts, layout_hold_s=0.0)  # no option says how long: a node is taken up at once
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 

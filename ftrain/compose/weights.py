@@ -11,7 +11,17 @@ from storage.box import Box
 from storage.checkpoint import Checkpoint
 from storage.exchange.tensor import Tensor, bfloat16_bits, from_checkpoint
 
-__all__ = ["weights_of"]
+__all__ = ["of_a_script", "weights_of"]
+
+
+def of_a_script(checkpoint: Checkpoint) -> str:
+    """That a checkpoint is not of a model that is known here, for who asks for its weights as such."""
+    names = [name for name in checkpoint.names if not name.startswith("random/")]
+    shown = ", ".join([*names[:2], *(["..."] if len(names) > 2 else [])])
+    return (
+        f"the checkpoint of step {checkpoint.step} is not of a model that `ftrain run` trains: its arrays have a script's own "
+        f"names ({shown})"
+    )
 
 
 def weights_of(checkpoint: Checkpoint) -> Iterator[Tensor]:

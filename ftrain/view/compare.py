@@ -24,6 +24,7 @@ from ftrain.view.past import Turn, telling, turns
 from ftrain.view.predict import Predicted, predict
 from ftrain.view.record import Recorded
 from ftrain.view.suggest import UNTIMED, suggestions
+from recovery.report_text import missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +73,18 @@ class Comparison:
     again: tuple[tuple[Side, Side], ...] = ()
     """More runs with A's settings and with B's."""
 
+    def runs(self) -> Iterator[tuple[str, Recorded]]:
+        """All that were given, as they are called: A, B, A2, B2, ..."""
+        for number, pair in enumerate([(self.a, self.b), *self.again], 1):
+            yield from ((f"{name}{number if number > 1 else ''}", of.run) for name, of in zip("AB", pair, strict=True))
+
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "a": self.a.run.url,
             "b": self.b.run.url,
             "again": [[of.run.url for of in pair] for pair in self.again],
+            "missing": {name: msgspec.to_builtins(run.report.missing) for name, run in self.runs() if run.report.missing},
             "command": {"a": self.a.run.command, "b": self.b.run.command},
             "rows": {row.key: row.as_dict() for row in self.rows},
             "learning": msgspec.to_builtins(self.learning),
@@ -286,12 +293,8 @@ def _history(a: Side, b: Side) -> list[Row]:
 
 def lines(found: Comparison) -> list[str]:
     """The comparison as text; rows that neither run has a value for are left out."""
-    more = [
-        f"{name}{number} {of.run.url}"
-        for number, pair in enumerate(found.again, 2)
-        for name, of in zip("AB", pair, strict=True)
-    ]
-    told = [f"A  {found.a.run.url}", f"B  {found.b.run.url}", *more, "", *_table(found), "", *_learnt(found.learning), ""]
+    gaps = [f"{name}: {line.strip()}" for name, run in found.runs() for line in missing(run.report)]
+    told = [*(f"{name:2} {run.url}" for name, run in found.runs()), *gaps, "", *_table(found), "", *_learnt(found.learning), ""]
     told += [*_config(found)]
     told += [line for name, of in (("A", found.a), ("B", found.b)) for line in _turned(name, of.turns)]
     told += ["", "what to do next"]

@@ -25,7 +25,7 @@ from ftrain.view.pipelines import measured_line, predicted_line
 from ftrain.view.record import Recorded
 from ftrain.view.went import went
 from recovery.durations import format_duration
-from recovery.report_text import attempt_source, evidence_texts
+from recovery.report_text import attempt_source, evidence_texts, missing
 from recovery.verdict import EvidenceLine
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
@@ -112,8 +112,10 @@ def _head(run: Recorded) -> str:
     }
     boxes = "".join(f'<div class="card"><b>{escape(value)}</b><span>{name}</span></div>' for name, value in cards.items())
     lead = f"{state}{reason}; started {_moment(report.started_t)}"
+    gaps = "".join(map(_none, missing(report)))
     return (
-        f'<header><h1>{escape(report.run_id)}</h1><p class="lead">{escape(lead)}</p><div class="cards">{boxes}</div></header>'
+        f'<header><h1>{escape(report.run_id)}</h1><p class="lead">{escape(lead)}</p>{gaps}'
+        f'<div class="cards">{boxes}</div></header>'
     )
 
 

@@ -24,10 +24,20 @@ from ftrain.view.record import Recorded
 from recovery.durations import format_duration
 from recovery.report import AttemptRow
 
+SEAMS = 3  # of one size, in a report for people
+
+
+class Seam(Struct, frozen=True, kw_only=True):
+    """Where an attempt went on with a saved state, and what showed that it is the one that was saved."""
+
+    attempt: int
+    step: int
+    proof: str
+
 
 class PaceRow(Struct, frozen=True, kw_only=True):
     """One size. `per_rank` is relative to the first one's: 1.0 is perfect scaling. `from_step`, `proof`: the state it began
-    with, and what showed that this is the one that was saved (empty: there was nothing to load).
+    with, and what showed that this is the one that was saved (empty: there was nothing to load). `again`: its later seams.
     """
 
     layout: str
@@ -40,6 +50,7 @@ class PaceRow(Struct, frozen=True, kw_only=True):
     per_rank: float
     from_step: int = 0
     proof: str = ""
+    again: tuple[Seam, ...] = ()
 
 
 class Pace(Struct, frozen=True, kw_only=True):
@@ -87,7 +98,7 @@ def _sizes(run: Recorded) -> Iterator[PaceRow]:
     for size in dict.fromkeys(_size(row) for row in run.report.attempts):
         steps = [done for done in run.steps if _size(attempts[done.attempt]) == size]
         step, tokens = median([done.seconds for done in warm(steps)]), median([done.record.tokens for done in steps])
-        first = next(row for row in run.report.attempts if _size(row) == size)
+        first, *later = (row for row in run.report.attempts if _size(row) == size)
         update = round(tokens.value) if tokens else 0
         phase, layout, ranks = size
         yield PaceRow(
@@ -101,6 +112,7 @@ def _sizes(run: Recorded) -> Iterator[PaceRow]:
             per_rank=1.0,
             from_step=first.restored_step or 0,
             proof=first.proof,
+            again=tuple(Seam(attempt=row.attempt, step=row.restored_step or 0, proof=row.proof) for row in later if row.proof),
         )
 
 
@@ -119,7 +131,7 @@ def lines(found: Pace) -> list[str]:
     told: list[str] = []
     if len(found.rows) > 1:
         told.append("pace by size")
-        told += [f"  {_line(row)}" for row in found.rows]
+        told += [line for row in found.rows for line in (f"  {_line(row)}", *_again(row))]
     if len({it.seq_len for it in found.read}) > 1 or len(found.rows) > 1:
         told.append("data read")
         told += [
@@ -134,6 +146,17 @@ def lines(found: Pace) -> list[str]:
 def left_text(found: Pace) -> str:
     """How much longer, and by what it is reckoned."""
     return f"{plural(found.steps_left or 0, 'step')} left: {format_duration(found.eta_s or 0.0)} ({found.eta_how})"
+
+
+def _again(row: PaceRow) -> Iterator[str]:
+    """The newest of its later seams, and how many there are before them."""
+    older = len(row.again) - SEAMS
+    if older > 0:
+        yield f"    {plural(older, 'more seam')} of this size: --json has their proofs"
+    yield from (
+        f"    attempt {seam.attempt}, of this size again, went on from step {seam.step}: {seam.proof}"
+        for seam in row.again[-SEAMS:]
+    )
 
 
 def _line(row: PaceRow) -> str:

@@ -6,6 +6,9 @@ for the cause of a difference.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from ftrain.config import Config
@@ -58,6 +61,20 @@ def origins(a: Recorded, b: Recorded) -> Origins:
         return Origins(text=f"both began with {_state(one, a.origin)}{doubt}")
     how = (f"{name} began with {_state(step, run.origin)}" for name, step, run in (("A", one, a), ("B", two, b)))
     return Origins(same=False, text=", ".join(how))
+
+
+def twice(runs: Iterable[tuple[str, Recorded]]) -> str:
+    """Which of these are one and the same run, whatever paths lead to it; empty if none are. Of a copy that somebody went on
+    with, the steps before that are the same ones, too.
+    """
+    known: dict[tuple[str, float], str] = {}
+    for name, run in runs:
+        report, called = run.report, f"{name} ({run.url})"
+        same = known.setdefault((report.run_id, report.started_t), called)
+        if same != called:
+            begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.started_t))
+            return f"{same} and {called} are one and the same run, {report.run_id}, begun {begun}, or copies of it"
+    return ""
 
 
 def _elsewhere(run: Recorded) -> int | None:

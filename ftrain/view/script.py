@@ -18,9 +18,9 @@ from recovery.durations import format_duration
 from recovery.events import AttemptStarted, CheckpointCommitted, Event, ProcessDied, RunStarted, StopRequested
 from recovery.exits import exit_text
 from recovery.report_text import lines as report_lines
-from recovery.report_text import table
+from recovery.report_text import missing, table
 
-BEGINNINGS = ("no interruption", "interruptions")
+BEGINNINGS = ("no interruption", "no interruption recorded", "interruptions")
 
 
 class Ran(Struct, frozen=True, kw_only=True):
@@ -134,6 +134,7 @@ def _without_steps(found: Script, run: Recorded) -> list[str]:
         f" ({format_duration(apart)} between attempts and around them)",
         "steps, lost work and effective time: not known, for the script tells no step. One line does:",
         "  `ftrain.progress(step)` in the script, or --progress-pattern for a line that it logs",
+        *missing(report),
         "",
     ]
 

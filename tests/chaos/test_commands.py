@@ -201,6 +201,35 @@ def test_a_run_begins_with_the_state_of_another(unbroken_run: TinyRun, unbroken:
     assert stored_digests(run.url) == (run.steps, unbroken)
 
 
+@pytest.mark.parametrize(
+    ("step", "options", "says"),
+    [
+        ("@18", ["run.steps=18"], "nothing to do: that is the state after step 18, and run.steps is 18; more run.steps"),
+        ("@18", ["run.steps=10"], "nothing to do: that is the state after step 18, and run.steps is 10; more run.steps"),
+        ("@18", ["model.ffn=96"], "model.ffn is 64 there, 96 here; layers.0.mlp.w1 is (64, 32) there, (96, 32) here; "),
+        ("@18", ["model.heads=4"], "the config's model is not the checkpoint's: model.heads is 2 there, 4 here"),
+    ],
+)
+def test_what_a_state_is_of_no_use_for_is_said_before_the_start(
+    unbroken_run: TinyRun, tmp_path: Path, step: str, options: list[str], says: str
+) -> None:
+    run = replace(unbroken_run, folder=tmp_path, url=str(tmp_path / "run"))
+    code, output = run.run("--from", unbroken_run.url + step, *(word for option in options for word in ("--set", option)))
+    assert code == 3, output
+    assert says in " ".join(output.split())
+    assert not run.local.exists()
+
+
+@pytest.mark.parametrize("step", ["@18", ""])
+def test_a_run_does_not_begin_with_a_state_of_its_own(unbroken_run: TinyRun, tmp_path: Path, step: str) -> None:
+    run = copy_of(unbroken_run, tmp_path)
+    before = run.events()
+    code, output = run.run("--set", "run.steps=32", "--from", f"{run.url}/{step}")
+    assert code == 3, output
+    assert f"begin another run with that state: --set run.url=ANOTHER --from {run.url}{step}" in " ".join(output.split())
+    assert run.events() == before
+
+
 def test_a_dry_run_starts_nothing(corpus: str, tmp_path: Path) -> None:
     run = TinyRun(folder=tmp_path, corpus=corpus)
     done = ftrain("run", str(run.config), "--dry-run", "--json", "--set", "parallel.ranks=4")

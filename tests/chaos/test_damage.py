@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from click.testing import CliRunner
 
+from ftrain.cli.entry import cli
 from ftrain.compose.proof import stored_digests
 from recovery.events import CheckpointPassedOver, Event, InterruptionClassified, RunStarted
 from tests.commands import copy_of, flip_array, ftrain, opened, step_files
@@ -176,3 +178,28 @@ def test_a_finished_run_is_left_as_it_is(unbroken_run: TinyRun, tmp_path: Path) 
         code, output = run.run()
     assert code == 0, output
     assert state_files(run) == before
+
+
+def test_a_run_without_any_one_segment_of_its_ledger_is_reported_with_the_gap_or_not_at_all(
+    corpus: str, tmp_path: Path
+) -> None:
+    """Of a run with a restart in it, here and in storage."""
+    run = TinyRun(folder=tmp_path / "whole", corpus=corpus, steps=20)
+    stopped = run.run("--set", "run.steps=12")
+    assert (stopped[0], run.run()[0]) == (0, 0), stopped[1]
+    names = [path.name for path in sorted((run.local / "ledger").glob("e*.jsonl"))]
+    assert len(names) >= 7
+    told = dict.fromkeys(names, 0)
+    for name in names:
+        broken = copy_of(run, tmp_path / name)
+        (broken.local / "ledger" / name).unlink()
+        Path(broken.url, "ledger", name).unlink()
+        for words in (["report", broken.url], ["watch", broken.url, "--once"], ["compare", broken.url, run.url]):
+            done = CliRunner().invoke(cli, words, catch_exceptions=False)
+            assert done.exit_code in (0, 4), done.output
+            assert name.removesuffix(".jsonl") in done.output, words
+            told[name] += done.exit_code == 0
+    begins = [
+        name for name in names if name.endswith("000000.jsonl")
+    ]  # an attempt, of which there is more: only `watch` shows that
+    assert told == {name: 1 if name in begins else 3 for name in names}

@@ -14,10 +14,12 @@ from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
 from recovery.events import (
     AttemptStarted,
+    ConfigChanged,
     Event,
     InterruptionClassified,
     LayoutChosen,
     PlaceLost,
+    PlaceReturned,
     Ready,
     RunStarted,
     Straggler,
@@ -182,3 +184,26 @@ def test_a_straggler_is_reported_restarted_or_left_out(policy: str, corpus: str,
     assert started == {"report": [4], "restart": [4, 4], "exclude": [4, 3]}[policy]
     done = [record.step for event in run.events() for record in steps_of(event)]
     assert done == list(range(1, 71)), "a step was done twice"
+
+
+def test_a_place_that_is_out_is_no_change_of_the_config(corpus: str, tmp_path: Path) -> None:
+    """Two ranks, one drained, stopped, and the same command again."""
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=400)
+    run.start(*CONSTANT)
+    run.wait_for_step(3)
+    ftrain_json("drain", run.url, "1")
+    run.wait_for(lambda events: any(isinstance(event, Ready) and event.attempt == 1 for event in events))
+    ftrain_json("stop", run.url)
+    assert run.parent is not None
+    code, said = finish(run.parent)
+    assert code == ExitCode.STOPPED, said
+    code, said = run.run(*CONSTANT, "--set", f"run.steps={done_steps(run) + 1}")
+    assert code == 0, said
+    assert "localhost/1 is out since" in said
+    changed = [change["path"] for event in run.events() if isinstance(event, ConfigChanged) for change in event.changes]
+    assert changed == ["run.steps"]
+    assert not [event for event in run.events() if isinstance(event, PlaceReturned)]
+
+
+def done_steps(run: TinyRun) -> int:
+    return max(record.step for event in run.events() for record in steps_of(event))

@@ -89,3 +89,24 @@ def test_a_zombie_that_was_taken_over_leaves_and_the_new_history_is_unharmed(cor
     assert any(isinstance(event, RunEnded) for event in first.events())
     assert stored_digests(second.url) == before
     assert before[0] == 30
+
+
+def test_two_runs_do_not_share_a_local_folder_and_one_that_was_moved_keeps_its_own(corpus: str, tmp_path: Path) -> None:
+    first, second = (
+        TinyRun(
+            folder=tmp_path / name, corpus=corpus, url=str(tmp_path / name / "run"), local_dir=str(tmp_path / "local"), steps=3
+        )
+        for name in ("a", "b")
+    )
+    assert first.run()[0] == 0
+    before = first.events()
+    code, output = second.run()
+    assert code == ExitCode.CONFIG, output
+    assert f"holds the run at {first.url}" in " ".join(output.split())
+    assert "run.local_dir" in output
+    assert not Path(second.url).exists()
+    assert first.events() == before
+    Path(first.url).rename(second.url)
+    code, output = second.run("--set", "run.steps=4")
+    assert code == 0, output
+    assert second.events()[: len(before)] == before

@@ -195,17 +195,28 @@ def test_a_failing_script_is_given_up_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "code", "expected"),
     [
-        (("--", "no-such-program"), "no program"),
-        (("--progress-pattern", "step (", "--", "true"), "regular expression"),
-        (("--progress-pattern", "step", "--", "true"), "no group"),
+        (("--", "no-such-program"), 3, "no program"),
+        (("--progress-pattern", "step (", "--", "true"), 2, "regular expression"),
+        (("--progress-pattern", "step", "--", "true"), 2, "no group"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tmp_path: Path, words: tuple[str, ...], code: int, expected: str
+) -> None:
     done = ftrain("supervise", "--run", str(tmp_path / "run"), *words)
-    assert done.returncode == 3
+    assert done.returncode == code
     assert expected in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_of_the_logs_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTRAIN_LOG_MIB", "abc")
+    with supervised(tmp_path, "true") as script:
+        code, _, err = script.wait()
+    assert code == 0
+    assert "ftrain: FTRAIN_LOG_MIB=abc: allowed: a whole number of MiB" in err
 
 
 def test_a_run_of_a_config_leaves_the_folder_of_a_script_alone(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_variable_without_its_files_is_no_link(tmp_path: Path) -> None:
         (r"step (\d+)", "step 12 loss 3", Seen(12)),
         (r"iter (?P<step>[\d,]+): loss (?P<loss>\S+)", "iter 1,200: loss 2.5e-1", Seen(1200, 0.25)),
         (r"it=(?P<step>\d+) tok=(?P<tokens>\d+) l=(?P<loss>\S+)", "it=3 tok=512 l=nan", Seen(3, None, 512)),
+        (r"loss (?P<loss>\S+) at (\d+)", "loss 2.5 at 12", Seen(12, 2.5)),
         (r"step (\d+)", "nothing of it", None),
     ],
 )
@@ -143,8 +144,16 @@ def test_lines(pattern: str, line: str, expected: Seen | None) -> None:
 
 
 def test_patterns_that_cannot_work() -> None:
-    for pattern in (r"step (\d+", r"step\d"):
-        with pytest.raises(PatternError, match=re.escape(f"--progress-pattern '{pattern}' ")):
+    allowed = "allowed: step, loss, tokens"
+    told = {
+        r"step (\d+": "is no regular expression",
+        r"step\d": "has no group for the step",
+        r"loss (?P<loss>[\d.]+)": "has no group for the step",
+        r"step (?P<stp>\d+)": f"names a group stp; {allowed}",
+        r"step (?P<step>\d+) lr (?P<lr>\S+)": f"names a group lr; {allowed}",
+    }
+    for pattern, why in told.items():
+        with pytest.raises(PatternError, match=re.escape(f"--progress-pattern '{pattern}' {why}")):
             compiled([pattern])
 
 

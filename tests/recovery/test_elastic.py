@@ -163,6 +163,37 @@ def test_a_layout_is_kept_for_a_while_before_the_run_grows_back():
     assert [attempt for attempt, _ in desk.left] == [7]
 
 
+def test_so_it_is_before_the_run_grows_onto_nodes_that_call_again():
+    elastic, desk, _, clock = made(Limits(quarantine_s=1000.0, layout_hold_s=50.0))
+    assert elastic.blame(gpu(0), EXCLUDE)
+    for node in ("m", "gone", "m2"):
+        elastic.capacity[node] = 1
+        elastic.node_joined(node)
+    del elastic.capacity["gone"]
+    clock.now += 49.0
+    elastic.tick()
+    assert desk.left == []
+    clock.now += 1.0
+    elastic.tick()
+    assert [attempt for attempt, _ in desk.left] == [7]
+    assert [event.reason for event in desk.book.events if isinstance(event, LayoutChosen)][-1] == "nodes m, m2 have joined"
+
+
+def test_a_node_of_a_run_that_has_not_changed_is_taken_up_at_once():
+    elastic, _, chooser, _ = made(places=3)
+    elastic.capacity["m"] = 1
+    elastic.node_joined("m")
+    assert len(chooser.places) == 4
+
+
+def test_a_person_who_gives_a_place_back_need_not_wait():
+    elastic, desk, _, clock = made(Limits(layout_hold_s=50.0))
+    ask(elastic, "drain", place="1")
+    clock.now += 1.0
+    assert ask(elastic, "admit", place="1") == ""
+    assert len(desk.left) == 2
+
+
 def test_the_breaker_keeps_what_is_too_much_to_be_its_own_fault():
     elastic, desk, _, _ = made()  # a quarter of four
     assert elastic.blame(gpu(0), EXCLUDE)

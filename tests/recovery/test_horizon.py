@@ -35,6 +35,11 @@ def test_a_notice_without_a_time_means_now() -> None:
     assert "nobody says when" in call.reason
 
 
+def test_a_time_that_is_over_is_told_as_one() -> None:
+    call = last_call(LIMIT, PACE, now_t=2000.0, margin_s=30.0)
+    assert call.reason == "time limit: its time, 1970-01-01 00:16:40 UTC, is over, so this step is the last"
+
+
 @given(
     left=st.floats(0, 1e4),
     step_s=st.floats(0, 100),

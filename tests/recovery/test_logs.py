@@ -72,7 +72,16 @@ def test_what_the_limit_is() -> None:
     assert limit_in({"FTRAIN_LOG_MIB": "64"}) == 64 << 20
     assert limit_in({"FTRAIN_LOG_MIB": "0"}) == 0
     assert limit_in({"FTRAIN_LOG_MIB": "1"}) == LEAST
-    assert limit_in({"FTRAIN_LOG_MIB": "much"}) == 1 << 30
+
+
+@pytest.mark.parametrize("said", ["much", "-5", "1.5", "²", "9" * 5000])
+def test_a_limit_that_cannot_be_read_counts_as_none_given_and_is_told_once(said: str) -> None:
+    environment = {"FTRAIN_LOG_MIB": said}
+    assert limit_in(environment) == 1 << 30
+    limit = LogLimit(environment)
+    told = f"FTRAIN_LOG_MIB={said[:16]}: allowed: a whole number of MiB, or 0 for no limit; 1024 is used"
+    assert (limit.look([]), limit.look([])) == (told, "")
+    assert LogLimit({"FTRAIN_LOG_MIB": "64"}).look([]) == LogLimit({}).look([]) == ""
 
 
 def test_a_file_system_that_cannot_is_told_once_and_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

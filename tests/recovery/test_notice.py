@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from recovery.horizon import Notice
-from recovery.notice import Lookout, notice_at, read_left, read_notice, slurm, sources
+from recovery.notice import Lookout, notice_at, probe, read_left, read_notice, slurm, sources
+from recovery.preflight import Concern
 
 AZURE = (
     '{"DocumentIncarnation": 1, "Events": [{"EventId": "1", "EventType": "Preempt", "ResourceType": "VirtualMachine", '
@@ -33,11 +35,60 @@ AZURE = (
         pytest.param("1700000000", ("preemption", 1_700_000_000.0), id="a unix time"),
         pytest.param("2023-11-14T22:13:20+00:00", ("preemption", 1_700_000_000.0), id="a date"),
         pytest.param("[1, 2]", ("preemption", None), id="something else"),
+        pytest.param("nan", ("preemption", None), id="no time"),
+        pytest.param("[" * 60_000, ("preemption", None), id="JSON that overwhelms its parser"),
+        pytest.param("1e400", ("preemption", None), id="no time that a clock shows"),
     ],
 )
 def test_forms_of_a_notice(text: str, expected: tuple[str, float | None] | None) -> None:
     found = read_notice(text, by="x")
     assert (None if found is None else (found.class_, found.ends_t)) == expected
+
+
+@pytest.mark.parametrize("text", ["garbage words", '{"Events": 3}', '{"time": "soon"}', "[1, 2]"])
+def test_words_that_nobody_understands_are_quoted(text: str) -> None:
+    """Somebody has put them there, so they are a notice; who wonders why the run stopped is told what they were."""
+    found = read_notice(f"{text}\n", by="notice x")
+    assert found == Notice(class_="preemption", by=f"notice x, which says {text!r}")
+    long = read_notice("w" * 5000, by="notice x")
+    assert long is not None
+    assert long.by == f"notice x, which says {'w' * 80 + '...'!r}"
+    assert [read_notice(known, by="x") for known in ("TRUE", "1700000000")] == [
+        Notice(class_="preemption", by="x"),
+        Notice(class_="preemption", by="x", ends_t=1.7e9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, ""),
+        ("FALSE", ""),
+        ("", "nobody says when, so this step is the last. If that is an old notice, take it away first"),
+        ("2020-01-01T00:00:00Z", "its time, 2020-01-01 00:00:00 UTC, is over, so this step is the last. If that is an old"),
+        ("9000-01-01T00:00:00Z", " s are left of this machine"),
+    ],
+)
+def test_before_a_start_a_file_is_looked_at(tmp_path: Path, text: str | None, says: str) -> None:
+    path = tmp_path / "notice"
+    if text is not None:
+        path.write_text(text)
+    if not says:
+        assert probe(str(path)) == f"{path} announces nothing"
+        return
+    with pytest.raises(Concern, match=re.escape(says)):
+        probe(str(path))
+
+
+def test_before_a_start_a_place_where_no_notice_can_appear_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Concern, match=rf"there is no folder {tmp_path}/none, so no notice can appear in it"):
+        probe(str(tmp_path / "none/notice"))
+    with pytest.raises(Concern, match=rf"{tmp_path} cannot be asked .*no notice will be heard of"):
+        probe(str(tmp_path))
+    with metadata_server() as url:
+        pass
+    with pytest.raises(Concern, match=f"{url} cannot be asked"):
+        probe(url)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -251,3 +252,23 @@ def test_whatever_happened_every_second_has_one_bucket(history: list[ev.Event], 
     books = buckets([ev.RunStarted(t=1.0, run_id="r"), *history], until)
     assert sum(books.ns.values()) == books.wall_ns >= 0
     assert min(books.ns.values()) >= 0
+
+
+def test_a_stop_before_the_first_attempt_makes_no_restart_of_it() -> None:
+    """The run does its first step all the same, and saves it; of a later launch the same."""
+    events = [
+        ev.RunStarted(t=100.0, run_id="r"),
+        ev.StopRequested(t=101.0, by="SIGINT"),
+        ev.AttemptStarted(t=102.0, attempt=0, ranks=1, source="init"),
+        ev.Ready(t=109.0, attempt=0, step=0),
+        ev.StepFinished(t=110.0, attempt=0, step=1, t_begin=109.0, t_end=110.0),
+        ev.ProcessDied(t=110.0, attempt=0, kind="worker", pid=1, status=0, rank=0),
+        ev.AttemptEnded(t=111.0, attempt=0, step=1),
+        ev.RunEnded(t=112.0, outcome="stopped", step=1),
+    ]
+    assert seconds(buckets(events)) == {"initialisation": 8.0, "productive": 1.0, "stopping": 3.0}
+    again = [msgspec.structs.replace(event, t=event.t + 20) for event in events[:-4] if not isinstance(event, ev.StepFinished)]
+    again = [msgspec.structs.replace(event, attempt=1) if event.attempt == 0 else event for event in again]
+    found = seconds(buckets([*events, *again]))
+    assert found["initialisation"] == 8.0 + 8.0
+    assert "restart" not in found

@@ -175,16 +175,23 @@ def test_a_copy_that_fails_is_that_saves_failure_and_no_other(
     checkpointer.close()
 
 
-def test_what_changes_during_the_copy_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embedding's max_norm, a forgotten wait_copied: a mixture of old and new values must not become a checkpoint."""
+def test_what_changes_during_the_copy_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An embedding's max_norm, a forgotten wait_copied: a mixture of old and new values must not become a checkpoint. It is
+    told once, though the keeper of the only rank has to tell it of its share and of the whole.
+    """
     state = state_of()
     checkpointer = Checkpointer(str(tmp_path), overlap=True, on_error="raise")
     checkpointer.load(state)
     Held(monkeypatch)
     checkpointer.save(1, state)
     torch.nn.init.ones_(state["model"][0].weight)
-    with pytest.raises(ftrain.SaveError, match=r"step 1 is not saved: .*changed while it was copied: model/0\.weight; call"):
+    with pytest.raises(
+        ftrain.SaveError, match=r"step 1 is not saved: .*changed while it was copied: model/0\.weight; call"
+    ) as told:
         checkpointer.wait()
+    assert str(told.value).count("step 1") == caplog.text.count("step 1 is not saved") == 1
     checkpointer.save(2, state)
     assert checkpointer.wait() == 2
     checkpointer.close()

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import ftrain
 from ftrain.cli.ckpt import ckpt
+from ftrain.cli.sample import sample
 from recovery import agent_record, paths
 from recovery.agent_record import AgentRecord
 from recovery.codes import ExitCode
@@ -27,6 +28,7 @@ from storage.lease import renew
 from storage.objects import open_store
 from storage.retention import KeepLast
 from storage.run import RunStore
+from tests.commands import flip
 from tests.storage import building
 from tests.storage.building import COMPRESSIBLE, SPECS, random_values, save, smooth_values, write_packs
 
@@ -130,6 +132,31 @@ def test_a_retired_step_is_said_to_be_gone_and_not_to_be_damaged(run: RunStore) 
     assert lost.stderr == "damage was found: a resume passes such a checkpoint over\n"
 
 
+def test_a_pin_on_a_step_that_is_not_there_is_refused_and_nothing_deleted(run: RunStore) -> None:
+    """Who mistypes the one step that is to stay would lose it."""
+    before = [info.key for info in run.store.list("checkpoints/")]
+    for words in (["--pin", "33"], ["--pin", "10", "--pin", "33", "--yes", "--grace", "0"]):
+        done = CliRunner().invoke(ckpt, ["gc", run.store.url, *words])
+        assert (done.exit_code, done.stdout) == (ExitCode.DAMAGED, "")
+        assert "no checkpoint of step 33 to load (there are 10, 20)" in done.stderr
+    assert [info.key for info in run.store.list("checkpoints/")] == before
+    assert facts("gc", run.store.url, "--pin", "10")["kept"] == [10]
+
+
+def test_diff_says_that_it_believes_the_recorded_digests(run: RunStore, tmp_path: Path) -> None:
+    """Of a copy that is damaged since it was written it says nothing, and says so."""
+    there = RunStore(open_store(str(tmp_path / "there")))
+    save(there, VALUES, step=10, epoch=there.take_epoch(owner={}))
+    pack = next(info.key for info in there.store.list("checkpoints/") if info.key.endswith(".pack"))
+    flip(tmp_path / "there" / pack, 5)
+    done = CliRunner().invoke(ckpt, ["diff", f"{run.store.url}@10", there.store.url])
+    assert done.exit_code == 0
+    assert "same recorded digest" in done.stdout
+    assert "no array was read" in done.stderr
+    assert "`ftrain ckpt verify`" in done.stderr
+    assert CliRunner().invoke(ckpt, ["verify", there.store.url]).exit_code == ExitCode.DAMAGED
+
+
 def test_show_says_how_far_the_run_was(tmp_path: Path) -> None:
     run = RunStore(open_store(str(tmp_path / "run")))
     progress = {
@@ -202,6 +229,13 @@ def test_view_writes_what_stock_zarr_opens(run: RunStore, tmp_path: Path) -> Non
     refused = CliRunner().invoke(ckpt, ["view", run.store.url, "master/none"])
     assert refused.exit_code != 0
     assert "no array master/none" in refused.output
+
+
+def test_a_sample_of_a_scripts_checkpoint_says_why_not(tmp_path: Path) -> None:
+    done = CliRunner().invoke(sample, [script(tmp_path / "script", epoch=1)])
+    assert (done.exit_code, done.stdout) == (ExitCode.DAMAGED, "")
+    assert "not of a model that `ftrain run` trains: its arrays have a script's own names (w)" in done.stderr
+    assert "only the script knows how to run it" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is meant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,42 @@ def test_one_verdict_a_line_in_the_published_form(tmp_path: Path, text: str) -> 
     assert (first["id"], first["class"], first["first_failing_rank"]) == ("a", "host_oom", 1)
     assert first["evidence"][0] == {"where": "kernel", "line": 0, "text": OOM["kernel"][0]}
     assert (second["id"], second["class"]) == ("b", "process_crash")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(json.dumps, id="array"),
+        pytest.param(lambda cases: "\n".join(map(json.dumps, cases)), id="lines"),
+        pytest.param(lambda cases: json.dumps(cases[0], indent=2), id="object"),
+    ],
+)
+def test_a_field_that_nobody_looks_at_is_told_once(tmp_path: Path, form: Callable[[object], str]) -> None:
+    beside = {"label": {}, "accept": {}, "why": "", "tricky": "", "source": "", "grounding": "", "set": 1}
+    case = {"exit": {"0": 1}, "logs": ["x"], "dmesg": [], **beside}
+    file = tmp_path / "cases"
+    file.write_text(form([case, case]))
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == [
+        f"{file}: the field logs is not looked at; did you mean log?",
+        f"{file}: the field dmesg is not looked at; known: id, exit, log, kernel, scheduler, ours, order, nodes, steps, notes",
+    ]
+
+
+def test_the_lines_before_one_that_is_no_case_have_their_verdicts(tmp_path: Path) -> None:
+    file = tmp_path / "cases"
+    file.write_text("\n".join([json.dumps(OOM), json.dumps(CRASH), "no case"]))
+    result = CliRunner().invoke(classify, [str(file), "--json"])
+    assert result.exit_code == 2
+    assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["a", "b"]
+    assert "line 3: not a case" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["interruptions.jsonl", "unseen.jsonl", "composed.jsonl"])
+def test_the_open_cases_have_no_such_field(name: str) -> None:
+    result = CliRunner().invoke(classify, [str(Path(__file__).parents[2] / "recovery/cases" / name), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_a_pretty_printed_object_is_one_case(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from ftrain.cli.entry import cli
+from recovery.owner import claim
 from tests.ledgers import Story, config
 
 
@@ -47,3 +50,16 @@ def test_a_path_that_is_no_run_keeps_its_message(tmp_path: Path) -> None:
     for name in ("none", "empty"):
         assert f"no live run at {tmp_path / name / 'local'}: No such file" in asked("status", tmp_path / name)
         assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_a_copy_of_a_live_run_names_the_one_that_is_live(command: str, tmp_path: Path) -> None:
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    Story(config()).start().steps(10).write(live)
+    held = claim(live / "local")
+    shutil.copytree(live, copy)
+    said = asked(command, copy)
+    assert f"it is a copy: process {os.getpid()} on " in said
+    assert f"in {live / 'local'}; ask for that one" in said
+    assert "goes on with it" not in said
+    held.release()

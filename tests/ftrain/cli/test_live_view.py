@@ -7,9 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrain.cli.live_view import Briefly, LiveView
+from ftrain.cli.live_view import Briefly, LiveView, sentence
 from ftrain.config import Config
-from recovery.events import ConfigChanged, Decided, InterruptionClassified, ProcessDied, RunEnded, Verdict
+from recovery.events import (
+    ConfigChanged,
+    Decided,
+    InterruptionClassified,
+    PlaceLost,
+    PlaceReturned,
+    ProcessDied,
+    RunEnded,
+    Verdict,
+)
 from tests.ledgers import T0, Story, config
 
 
@@ -80,3 +89,11 @@ def test_a_cause_is_told_once_in_full_and_then_referred_to() -> None:
     ]
     alone = RunEnded(t=2.0, outcome="stopped", step=3, reason="stopped on request: SIGINT")
     assert Briefly().sentence(alone) == "run stopped at step 3: stopped on request: SIGINT"
+
+
+@pytest.mark.parametrize(("slot", "said"), [(-1, "node a"), (3, "place a/3")])
+def test_a_whole_node_is_called_one(slot: int, said: str) -> None:
+    lost = PlaceLost(t=T0, node="a", slot=slot, reason="drained by ftrain drain")
+    back = PlaceReturned(t=T0, node="a", slot=slot, reason="admitted by ftrain admit")
+    assert sentence(lost) == f"{said} is taken away: drained by ftrain drain"
+    assert sentence(back) == f"{said} is back: admitted by ftrain admit"

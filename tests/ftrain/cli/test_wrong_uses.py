@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from ftrain.cli import entry
+from ftrain.cli import entry, slips
 from ftrain.cli.entry import COMMANDS, cli
 from ftrain.cli.reference import walk
 from ftrain.cli.types import PLACE
@@ -50,6 +50,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("run my.toml --set run.url=s3:/bucket/key --dry-run", 3, "write s3://bucket/key"),
         ("run my.toml --set run.url=/proc/x", 5, "no folder can be made there"),
         ("run my.toml --from runs/nothing --set run.url=runs/new", 4, "nothing is there"),
+        ("run my.toml --from runs/mine@newest --set run.url=runs/new", 4, "STEP is a number, as in runs/mine@100"),
+        ("run my.toml --from runs/mne@7 --set run.url=runs/new", 4, "Did you mean `runs/mine`?"),
         ("run my.toml --json", 2, "--dry-run"),
         ('run my.toml --set certify.layouts=["tp=x"] --dry-run', 3, """certify.layouts.0: given "tp=x": tp: given 'x'"""),
         ("run my.toml --set run.url=runs/spoilt", 4, "move the segment away"),
@@ -66,7 +68,11 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("supervise -- runs", 3, "it is a folder"),
         ("supervise -- here.sh", 3, "./here.sh"),
     ],
-    "status": [("status runs/mne", 2, "Did you mean `runs/mine`?"), ("status my.toml", 2, "It is a config; its run is")],
+    "status": [
+        ("status runs/mne", 2, "Did you mean `runs/mine`?"),
+        ("status my.toml", 2, "It is a config; its run is"),
+        ("status runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
+    ],
     "save": [("save runs/nothing", 2, "no live run")],
     "stop": [("stop runs/mine", 2, "the run is not running")],
     "drain": [("drain runs/mine 0", 2, "the run is not running")],
@@ -81,6 +87,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("report runs/mne", 2, "Did you mean `runs/mine`?"),
         ("report my.toml", 2, "It is a config"),
         ("report runs/mine --attempt 7", 2, "attempts: 0"),
+        ("report runs/mine --attempt 0 --html x.html", 2, "give one of them"),
         ("report runs/mine --html nodir/x.html", 2, "cannot be written"),
         ("report foo://x", 2, "foo:// is not known to fsspec; give a folder, file://, s3://"),
         ("report runs/spoilt", 4, "spoilt is damaged: e0000-000000.jsonl, line 1"),
@@ -105,13 +112,18 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "ckpt diff": [("ckpt diff runs/mine runs/nothing", 4, "no checkpoint")],
     "ckpt export": [
         ("ckpt export runs/mine out", 2, "--to"),
+        ("ckpt export runs/mine --to safetensors out --compress", 2, "export --to zarr"),
         ("ckpt export runs/mine@7 --to safetensors out", 4, "no checkpoint of step 7"),
     ],
     "ckpt gc": [
-        ("ckpt gc runs/mne --keep-last 1", 2, "Did you mean `runs/mine`?"),
+        ("ckpt gc runs/mine --keep-last 1", 4, "runs/mine: no checkpoint is there yet"),
+        ("ckpt gc runs/mne --keep-last 1", 4, "Did you mean `runs/mine`?"),
         ("ckpt gc runs/mine --keep-last 0", 2, "x>=1"),
     ],
-    "ckpt heal": [("ckpt heal runs/mine", 2, "URL@STEP")],
+    "ckpt heal": [
+        ("ckpt heal runs/mine", 2, "URL@STEP"),
+        ("ckpt heal runs/mne@3", 4, "runs/mne: no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
+    ],
     "ckpt import": [
         ("ckpt import --from safetensors nothere runs/imported", 5, "nothere: there is no such folder; give the folder"),
         ("ckpt import --from dcp nothere runs/imported --config my.toml", 5, "nothere: there is no such folder"),
@@ -122,6 +134,7 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "ckpt ls": [
         ("ckpt ls", 2, "Missing argument"),
+        ("ckpt ls runs/mine", 0, "runs/mine: no checkpoint is there yet"),
         ("ckpt ls runs/mne", 4, "no checkpoint is there, nor a run. Did you mean `runs/mine`?"),
     ],
     "ckpt show": [
@@ -145,6 +158,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
     "data inspect": [("data inspect nothere.toml", 3, "cannot be read"), ("data inspect my.toml --count 0", 2, "1<=x<=10000")],
     "data prepare": [
         ("data prepare nothere --out x", 3, "no such file"),
+        ("data prepare my.toml --out o/", 2, "--out 'o/' is a folder: give a prefix, as in o/mine"),
+        ("data prepare my.toml --out ..", 2, "give a prefix, as in ../mine"),
         ("data prepare my.toml --out x --tokenizer words", 3, "tokenizer.json"),
     ],
     "plan checkpoint": [
@@ -156,6 +171,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("plan explain my.toml --rank 99", 3, "ranks 0 to"),
         ("plan explain my.toml --rank -9", 2, "x>=0"),
         ("plan explain my.toml --place 1,2", 3, "STAGE,CARD,REPLICA"),
+        ("plan explain my.toml --topic tp --svg x.svg", 2, "only zero1 has a picture"),
+        ("plan explain my.toml --topic zero1 --html x.html", 2, "none a page"),
     ],
     "plan memory": [
         ("plan memory my.toml --hardware h10", 3, "h100"),
@@ -163,7 +180,10 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("plan memory my.toml --peak -1", 2, "x>=0"),
         ("plan memory my.toml --hardware my.toml", 3, "hardware profile my.toml"),
     ],
-    "plan schedule": [("plan schedule my.toml --stages -3", 2, "x>=0"), ("plan schedule my.toml --svg nodir/x", 3, "written")],
+    "plan schedule": [
+        ("plan schedule my.toml --stages -3", 2, "x>=0"),
+        ("plan schedule my.toml --svg nodir/x", 2, "mkdir -p nodir"),
+    ],
     "plan search": [("plan search my.toml --top 0", 2, "x>=1"), ("plan search my.toml", 3, "--peak")],
     "plan simulate": [
         ("plan simulate my.toml --days inf", 2, "no number"),
@@ -179,6 +199,8 @@ USES: dict[str, list[tuple[str, int, str]]] = {
         ("certify my.toml --modes fp65", 2, "fp64, fp32, bf16"),
         ("certify my.toml --layouts tp", 3, "key=value"),
         ("certify my.toml --layouts tp=x", 3, "whole number"),
+        ("certify my.toml --out nodir/x.json", 2, "mkdir -p nodir"),
+        ("certify my.toml --out runs", 2, "is a directory"),
         ('certify my.toml --set certify.layouts=["tp=x"] --layouts tp', 3, '  tp: given "tp"; allowed: key=value'),
     ],
     "classify": [("classify nothere", 2, "does not exist")],
@@ -348,6 +370,41 @@ def test_a_half_typed_command_is_recognised(place: Path, name: str) -> None:
     done = use(place, name[:-1])
     assert done.exit_code == 2
     assert "Did you mean" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("train my.toml", "Did you mean 'run'?"),
+        ("resume my.toml", "Did you mean 'run'?"),
+        ("rnu my.toml", "Did you mean 'run'?"),
+        ("reprot runs/mine", "Did you mean 'report'?"),
+        ("frobnicate", "Commands: run, supervise, "),
+        ("run my.toml --resume", "`ftrain run CONFIG` goes on with a run that exists"),
+        ("run my.toml --nproc 2", "--set parallel.ranks=N"),
+        ("run my.toml --dryrun", "Did you mean '--dry-run'?"),
+        ("ckpt ls runs/mine --jsn", "Did you mean '--json'?"),
+        ("supervise --nproc-per-node 2 -- true", "Did you mean '--nproc'?"),
+    ],
+)
+def test_what_was_meant_is_said(place: Path, words: str, meant: str) -> None:
+    done = use(place, words)
+    assert done.exit_code == 2
+    assert meant in done.output
+
+
+def test_a_word_that_only_has_letters_in_common_is_not_suggested(place: Path) -> None:
+    for words in ("run my.toml --zeal", "frobnicate", "status runs/mine --resume"):
+        done = use(place, words)
+        assert done.exit_code == 2
+        assert "Did you mean" not in done.output
+
+
+def test_every_word_of_another_program_leads_to_a_command_of_ours() -> None:
+    assert set(slips.COMMANDS.values()) <= set(COMMANDS)
+    assert not set(slips.COMMANDS) & set(COMMANDS)
+    ours = {(path[-1], option) for path, command in walk(cli, ()) for it in command.params for option in it.opts}
+    assert not set(slips.OPTIONS) & ours
 
 
 def test_a_fault_of_ours_keeps_its_traceback_out_of_sight(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,23 @@ def test_ports_that_the_config_names_are_tried(run: TinyRun) -> None:
         assert [status for status, _ in found.values()] == ["ok", "ok"]
 
 
+def test_a_notice_that_cannot_appear_is_told_at_the_start_and_one_that_is_there_already(run: TinyRun) -> None:
+    away, there = run.folder / "none/notice", run.folder / "notice"
+    there.write_text("garbage words")
+    (said,) = checks.before_start(load(str(run.config), [f'recovery.notice="{away}"']))
+    assert f"there is no folder {away.parent}" in said
+    (said,) = checks.before_start(load(str(run.config), [f'recovery.notice="{there}"']))
+    assert "which says 'garbage words'; nobody says when" in said
+    there.unlink()
+    assert checks.before_start(load(str(run.config), [f'recovery.notice="{there}"'])) == []
+
+
+def test_a_variable_that_cannot_be_read_is_told_at_the_start(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTRAIN_LOG_MIB", "abc")
+    (said,) = checks.before_start(load(str(run.config)))
+    assert said.startswith("FTRAIN_LOG_MIB=abc: allowed: a whole number")
+
+
 def test_a_start_is_refused_with_everything_that_speaks_against_it(run: TinyRun) -> None:
     with pytest.raises(RefusedError, match=r"no network interface 'nope0'; there are .*; set machine.interface"):
         checks.before_start(load(str(run.config), ["machine.interface=nope0"]))

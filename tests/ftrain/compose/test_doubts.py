@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftrain.checkpoint.messages import Doubt, StepDone
 from ftrain.compose.doubts import Doubts, go_back
 from ftrain.compose.skips import Told, newest_before
-from recovery.events import StorageNotice, Suspected
+from recovery.events import Event, StorageNotice, Suspected
 from recovery.state import Onset
 from storage.catalog import CheckpointInfo, CheckpointState
 from storage.keys import step_folder
@@ -124,25 +124,40 @@ def test_with_nothing_left_before_the_onset_the_run_begins_anew_and_says_so() ->
 def test_a_repetition_that_differs_in_one_bit_is_said_once() -> None:
     doubts = Doubts()
     losses = {step: 2.0 + step for step in range(1, 6)}
-    assert not any(doubts.on_step(done(step, loss), 0) for step, loss in losses.items())
-    assert not any(doubts.on_step(done(step, losses[step]), 1) for step in (2, 3))
-    (event,) = doubts.on_step(done(4, 6.000000000000001), 1)
+    assert not any(doubts.on_step(done(step, loss), 0, "dp2") for step, loss in losses.items())
+    assert not any(doubts.on_step(done(step, losses[step]), 1, "dp2") for step in (2, 3))
+    (event,) = doubts.on_step(done(4, 6.000000000000001), 1, "dp2")
     assert isinstance(event, Suspected)
     assert "attempt 0: 6.0, now 6.000000000000001" in event.reason
-    assert doubts.on_step(done(5, 9.0), 1) == []
-    assert doubts.on_step(done(6, float("nan")), 1) == []
-    assert doubts.on_step(done(6, float("nan")), 2) == []  # not a number twice is the same twice
+    assert doubts.on_step(done(5, 9.0), 1, "dp2") == []
+    assert doubts.on_step(done(6, float("nan")), 1, "dp2") == []
+    assert doubts.on_step(done(6, float("nan")), 2, "dp2") == []  # not a number twice is the same twice
+
+
+def test_what_is_done_again_under_another_layout_is_rounded_otherwise_and_no_corruption() -> None:
+    doubts = Doubts()
+
+    def attempt(number: int, layout: str, losses: dict[int, float]) -> list[Event]:
+        return [event for step, loss in losses.items() for event in doubts.on_step(done(step, loss), number, layout)]
+
+    assert attempt(0, "dp2", {1: 5.0, 2: 4.0, 3: 3.0}) == []
+    assert attempt(1, "dp1", {2: 4.1, 3: 3.1, 4: 2.1}) == [], "on from step 1 with fewer"
+    assert attempt(2, "dp2", {4: 2.0, 5: 1.0}) == [], "and back, from a state that the others have made"
+    assert attempt(3, "dp2", {2: 4.0, 3: 3.0, 4: 2.05, 5: 1.05}) == [], "on from step 1: not that state any more"
+    (told,) = attempt(4, "dp2", {3: 3.0, 4: 2.06})
+    assert isinstance(told, Suspected)
+    assert "step 4 was done again" in told.reason
 
 
 def test_what_was_read_otherwise_is_void_from_there_on_and_not_compared() -> None:
     doubts = Doubts()
     for step in (9, 10):
-        doubts.on_step(done(step, 1.0), 0)
+        doubts.on_step(done(step, 1.0), 0, "dp2")
     doubts.read_otherwise(0, 10)
     assert [doubts.is_void(0, step) for step in (9, 10)] == [False, True]
     assert not doubts.is_void(1, 10)
-    assert doubts.on_step(done(10, 2.0), 1) == [], "other data have another loss"
-    (told,) = doubts.on_step(done(9, 2.0), 1)
+    assert doubts.on_step(done(10, 2.0), 1, "dp2") == [], "other data have another loss"
+    (told,) = doubts.on_step(done(9, 2.0), 1, "dp2")
     assert isinstance(told, Suspected)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrain.cli.join import ending
+from ftrain.cli.join import doubt, ending
+from ftrain.compose.args import Launch
 from ftrain.compose.launch import keeper_args
 from ftrain.compose.node import NoRunError, agent_spec, read_args
 from ftrain.compose.nodes import arena_nbytes, fleet_spec, node_args, num_nodes, tell_nodes
@@ -66,9 +67,24 @@ def test_a_node_waits_for_its_run_and_then_says_where_it_looked(tmp_path: Path) 
     with pytest.raises(NoRunError, match=r"within 0 s.*control/node\.json"):
         read_args(tmp_path, patience_s=0.0)
     told = ftrain("join", str(tmp_path), "--wait", "0")
-    assert told.returncode == 11
+    assert told.returncode == ExitCode.USAGE
     assert f"waiting for the run of {tmp_path}, 0 s at most" in told.stderr
-    assert "no run has said within 0 s what nodes must know" in told.stderr
+    assert f"no run has asked for machines in {tmp_path}. FOLDER is the run's machine.shared_dir, or RUN/local" in told.stderr
+    assert "Errno" not in told.stderr
+
+
+def test_a_folder_that_no_machines_share_is_doubted_before_the_wait(tmp_path: Path) -> None:
+    (tmp_path / "run" / "local").mkdir(parents=True)
+    told = ftrain("join", str(tmp_path / "run"), "--wait", "0")
+    assert f"its machines share {tmp_path / 'run' / 'local'}, unless machine.shared_dir is set" in told.stderr
+    assert doubt(tmp_path / "run" / "local") == ""
+    record = tmp_path / "run" / "local" / "launch.json"
+    alone = "the run of this folder was started for one machine, and asks for no other"
+    for wanted, said in ((config(), ""), (load(DEMO), alone)):
+        record.write_bytes(msgspec.json.encode(Launch(config=msgspec.to_builtins(wanted), fingerprint="", changes=[])))
+        assert doubt(record.parent) == said
+    record.with_name("supervise.json").write_text('{"nnodes": 2}')
+    assert doubt(record.parent) == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

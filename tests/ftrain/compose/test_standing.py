@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ftrain.compose.standing import away, finished_step, reminders
-from recovery.events import Event, PlaceLost, PlaceReturned
+from ftrain.compose.standing import away, finished_step, really_changed, reminders
+from recovery.events import ConfigChanged, Event, PlaceLost, PlaceReturned
 from storage.objects import open_store
 from storage.run import RunStore
 from tests.commands import ftrain
@@ -50,6 +50,24 @@ def test_a_start_says_who_is_out_since_when_why_and_the_way_back(tmp_path: Path)
     assert said[0].endswith(f"ftrain admit {tmp_path / 'run'} localhost/1")
     assert "by itself at" in said[1]
     assert "without them" in said[2]
+
+
+SIZE = {"path": "parallel.ranks", "old": 2, "new": 4, "kind": "recorded"}
+RATE = {"path": "optimizer.lr", "old": 1e-3, "new": 2e-3, "kind": "recorded"}
+
+
+@pytest.mark.parametrize(
+    ("resized", "found"),
+    [((), [RATE]), (({"path": "parallel.ranks", "old": 4, "new": 2},), [SIZE, RATE]), (({"path": "x.y", "new": 1},), [RATE])],
+)
+def test_a_size_that_was_asked_for_before_is_no_change(
+    tmp_path: Path, resized: tuple[dict[str, object], ...], found: list[object]
+) -> None:
+    """It ran on 2 of the 4 ranks when it was saved, because places were away, or because somebody had resized it."""
+    story = Story(config()).start().steps(5).start(ranks=2, layout="dp2")
+    story.events += [ConfigChanged(t=story.t, changes=resized)] if resized else []
+    story.end("stopped").write(tmp_path / "run")
+    assert really_changed(config(f'run.url="{tmp_path / "run"}"'), [SIZE, RATE]) == found
 
 
 def test_a_run_without_a_past_is_told_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from storage.heal import heal
 from storage.keys import pack_name, step_folder
 from storage.lease import read_holder, renew
 from storage.memory import MemoryStore
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, open_store
 from storage.retention import KeepLast, RetentionPolicy
 from storage.run import RunStore
 from storage.s3 import S3Options
@@ -63,6 +64,21 @@ def test_on_this_host_a_dead_owner_is_replaced_at_once_and_a_live_one_is_named()
     check_holder(store, take_over=False)
     hold(store, msgspec.structs.replace(HERE, boot_id="before the last boot"))
     check_holder(store, take_over=False)
+
+
+def test_a_copy_of_a_live_run_is_said_to_be_one(tmp_path: Path) -> None:
+    """Its lease names the run that it was taken for; when that is over the copy is as good as any run."""
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    holder = Holder(open_store(str(live)), epoch=0, lease_s=60.0)
+    shutil.copytree(live, copy)
+    with pytest.raises(HeldError, match=f"{copy} is a copy of .*{live}, made while that was running, by process {HERE.pid}"):
+        check_holder(open_store(str(copy)), take_over=False)
+    with pytest.raises(HeldError, match=f"{live} is held by process {HERE.pid}"):
+        check_holder(open_store(str(live)), take_over=False)
+    (tmp_path / "link").symlink_to(live)
+    with pytest.raises(HeldError, match=f"link is held by process {HERE.pid}"):
+        check_holder(open_store(str(tmp_path / "link")), take_over=False)
+    holder.close()
 
 
 def test_the_holder_lets_go_at_its_end_and_notices_a_take_over() -> None:

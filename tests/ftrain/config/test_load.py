@@ -202,6 +202,13 @@ def test_a_combination_with_a_wrong_value_in_it_is_not_guessed() -> None:
     }
 
 
+def test_an_item_of_a_list_that_the_file_leaves_out_is_that_of_the_default() -> None:
+    assert parse(MINIMAL, ["checkpoint.retention.0.n=7"]).checkpoint.retention == (KeepLast(n=7),)
+    assert parse(MINIMAL).checkpoint.retention == (KeepLast(n=3),), "the default is what it was"
+    given = ["checkpoint.retention=[{keep='last', n=1}, {keep='every', steps=5}]", "checkpoint.retention.1.steps=9"]
+    assert parse(MINIMAL, given).checkpoint.retention == (KeepLast(n=1), KeepEvery(steps=9))
+
+
 def test_a_missing_section_is_reported_by_its_missing_keys() -> None:
     found = problems("")
     assert set(found) == {
@@ -225,6 +232,9 @@ def test_a_missing_section_is_reported_by_its_missing_keys() -> None:
         pytest.param("steps=3", "steps", "did you mean `run.steps`?", id="key at the top that belongs into a section"),
         pytest.param("modle.layers=3", "modle", "did you mean `model`?", id="section"),
         pytest.param("data.sources.3.path=x", "data.sources.3.path", "no item 3", id="item that is not there"),
+        pytest.param(
+            "faults.0.step=2", "faults.0.step", "the whole list: --set 'faults=[...]'", id="item of a list that is empty"
+        ),
         pytest.param("run.steps.x=1", "run.steps.x", "`run.steps` is a value", id="path through a value"),
         pytest.param("model=3", "model", "given 3 (whole number); allowed: table with layers", id="value for a section"),
         pytest.param("model.tied=1", "model.tied", "allowed: true or false", id="number for a boolean"),

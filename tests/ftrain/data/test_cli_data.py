@@ -48,10 +48,11 @@ def test_prepare_reports_and_does_not_overwrite(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("hello")
     (tmp_path / "in" / "b.png").write_bytes(b"\x89PNG\0")
-    words = ("prepare", str(tmp_path / "in"), "--out", str(tmp_path / "deep" / "x"))
+    out = str(tmp_path / "deep" / "x")
+    words = ("prepare", str(tmp_path / "in"), "--out", out)
     result = invoke(*words, "--json")
     assert json.loads(result.stdout) == {
-        "prefix": str(tmp_path / "deep" / "x"),
+        "prefix": out,
         "documents": 1,
         "tokens": 6,
         "bytes_read": 5,
@@ -62,6 +63,13 @@ def test_prepare_reports_and_does_not_overwrite(tmp_path: Path) -> None:
     again = invoke(*words)
     assert again.exit_code == 3
     assert "--replace" in again.stderr
+    Path(out + ".idx").unlink()
+    before = Path(out + ".bin").read_bytes()
+    alone = invoke(*words)
+    assert alone.exit_code == 3, "it may be anybody's"
+    assert f"{out}.bin" in alone.stderr
+    assert "is there already" in alone.stderr
+    assert Path(out + ".bin").read_bytes() == before
     text = invoke(*words, "--replace")
     assert text.exit_code == 0
     assert "6 tokens (uint16) in 1 document from 5 B" in text.stdout

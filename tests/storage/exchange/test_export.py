@@ -165,6 +165,9 @@ def test_an_export_is_never_overwritten(tmp_path: Path, form: Form) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (last,) = [tmp_path / name for name in LAST_OF_EXPORTS if (tmp_path / name).exists()]
     last.unlink()
+    with pytest.raises(RefusedError, match=r"holds a config.json already, and is left as it is"):  # nobody knows whose
+        export(run.open(), form, LocalStore(tmp_path))
+    (tmp_path / "config.json").unlink()  # as an interrupted one leaves it: this is written last
     export(run.open(), form, LocalStore(tmp_path))
     assert last.exists()
 

@@ -136,6 +136,16 @@ def test_a_missing_config_says_what_to_give(tmp_path: Path) -> None:
         import_run("safetensors", str(tmp_path / "hf"), str(tmp_path / "run"), config=str(tmp_path / "elsewhere.json"))
 
 
+def test_the_form_that_is_there_is_named_where_another_was_asked_for(tmp_path: Path) -> None:
+    run, _ = save_model(MemoryStore("another-form"))
+    hugging_face_model(tmp_path / "hf")
+    export(run.open(), "dcp", LocalStore(tmp_path / "dcp"))
+    with pytest.raises(ConfigurationError, match=r"hf holds no dcp checkpoint but safetensors files: say --from safetensors"):
+        import_run("dcp", str(tmp_path / "hf"), str(tmp_path / "run"))
+    with pytest.raises(ConfigurationError, match=r"dcp holds no safetensors checkpoint but dcp files: say --from dcp"):
+        import_run("safetensors", str(tmp_path / "dcp"), str(tmp_path / "run"))
+
+
 def test_keys_of_wrapped_modules_are_the_same_parameters(tmp_path: Path) -> None:
     model = hugging_face_model(tmp_path / "hf")
     wrapped = {name.replace("layers.0.", "layers.0._orig_mod."): value.clone() for name, value in model.state_dict().items()}
