@@ -469,7 +469,7 @@ class Recovery(Section, frozen=True, kw_only=True):
     ] = 3600.0
     quarantine_max_s: Annotated[float, Meta(ge=0, description="longest such time", extra=FREE)] = 604_800.0
     flap_s: Annotated[
-        float, Meta(ge=0, description="a network fault counts against a node if it comes twice within this time", extra=FREE)
+        float, Meta(ge=0, description="a network fault counts against a place if it comes twice within this time", extra=FREE)
     ] = 300.0
     breaker_share: Annotated[
         float, Meta(ge=0, le=1, description="never more than this share of nodes or places is left out at once", extra=FREE)

@@ -77,6 +77,11 @@ class AgentLink:
         """Whether it may be dying and nobody knows yet: never here, a pidfd tells at once."""
         return False
 
+    @property
+    def expecting(self) -> bool:
+        """Whether others of its attempt may come: there is but one."""
+        return False
+
     def ready(self, needed: int, left_out: Sequence[str] = ()) -> bool:
         """Whether it lives and has said hello. This machine is one node, and cannot be left out."""
         return self.alive and self.hello is not None and self._line.connected

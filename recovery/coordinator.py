@@ -18,9 +18,9 @@ from recovery import events, paths
 from recovery.attempt import AgentLostError, Attempt, CannotStartError, Stalled, Trouble
 from recovery.classify import warm
 from recovery.codes import ExitCode
-from recovery.delegate import AttemptEndInfo, Delegate
+from recovery.delegate import AttemptEndInfo, Delegate, Saved
 from recovery.desk import Desk
-from recovery.endings import Ending, ending_of, unsaved
+from recovery.endings import ONLY_NODE, Ending, as_saved, ending_of, keeps_memory, unstored
 from recovery.handling import Handling
 from recovery.inquest import Inquest
 from recovery.inquiry import decided_before
@@ -159,7 +159,7 @@ class Coordinator:
         self.agent.give_up()
         self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s)
         ending = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="stopped before the run could be taken over")
-        return unsaved(ending) if self._resumed else ending
+        return as_saved(ending, Saved(), drained=not self._resumed)
 
     def _live(self) -> Ending:
         previous = self._previous
@@ -176,9 +176,9 @@ class Coordinator:
             case = self._inquest.conclude(result)
             previous = case.info
             # what a lost node held is gone by itself, and where there are many, another may come
-            on = case.info.agent_survived and self.desk.elastic.blame(case.verdict, case.decision)
-            num_nodes = 2 if on or self.spec.fleet is not None else 1
-            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=num_nodes)
+            kept = self.desk.elastic.blame(case.verdict, case.decision) if case.info.agent_survived else ONLY_NODE
+            num_nodes = 2 if not kept or self.spec.fleet is not None else 1
+            ending = ending_of(case.decision, case.verdict, stopping=self.desk.control.stop, num_nodes=num_nodes, kept=kept)
             if ending is None and self.loop.wait_for(self._stop_asked, case.decision.wait_s):
                 ending = self._stopped()
             if ending is not None:
@@ -212,7 +212,7 @@ class Coordinator:
         """Wait for as many as are needed. On one machine that is one: if it says nothing it is killed, which is its death."""
         fleet, met = self.spec.fleet, self._met
         limit_s = self.spec.agent_s if fleet is None else fleet.patience_s
-        if not self._handling.until(lambda: self._enough() or (fleet is not None and self._stop_asked()), limit_s):
+        if not self._handling.gathered(lambda: self._enough() or (fleet is not None and self._stop_asked()), limit_s):
             if fleet is not None:
                 return self._too_few(limit_s)
             self.agent.kill()
@@ -362,8 +362,7 @@ class Coordinator:
             return Trouble()
         self._handling.end_attempt()
         if lost or not drained:
-            reason = lost or f"the last state is not in storage after {limit_s:g} s of waiting"
-            return Ending(code=ExitCode.STORAGE, outcome="failed", reason=reason)
+            return unstored(lost, limit_s, hurry=self.desk.hurry)
         return Ending(code=ExitCode.DONE, outcome="finished") if finished else self._stopped()
 
     def _made_way(self) -> AttemptEndInfo:
@@ -386,9 +385,9 @@ class Coordinator:
     def _leave(self, ending: Ending) -> Ending:
         """Give what is on its way to storage its time, then end the agent."""
         if not self.agent.gone:
-            self.delegate.leaving(stopped=ending.code is ExitCode.STOPPED)
+            self.delegate.leaving(keep=keeps_memory(ending.code))
             self.loop.wait_for(lambda: self.delegate.drained() or self.desk.hurry or self.agent.gone, self.spec.stop_s)
-            ending = ending if self.delegate.drained() else unsaved(ending)
+        ending = as_saved(ending, self.delegate.saved(), drained=self.delegate.drained())
         self.agent.will_leave()
         self.agent.send(Shutdown(reason=f"the run is over: {ending.outcome}"))
         if not self.loop.wait_for(lambda: self.agent.gone, self.spec.teardown_s):

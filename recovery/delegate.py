@@ -23,7 +23,7 @@ from recovery.messages import WorkerSpec
 from recovery.places import Place
 from recovery.state import RunState
 
-__all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "WorkerSpec"]
+__all__ = ["AttemptEndInfo", "AttemptPlan", "DeadWorker", "Delegate", "Links", "Saved", "WorkerSpec"]
 
 Source = Literal["init", "memory", "peer", "local", "storage"]
 
@@ -78,6 +78,18 @@ class AttemptEndInfo:
     """How the next attempt should differ from this one (recovery.policy.Change); what a delegate cannot do, it leaves."""
     skips: tuple[tuple[int, int], ...] = ()
     """First and last update of each range of data that the run passes over, by decisions so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What storage has of a run, and what it might have had: steps."""
+
+    step: int | None = None
+    """Of the newest checkpoint that counts."""
+    held: int = 0
+    """Of the newest state that was whole in some memory, and was no part of a history that was given up."""
+    done: int = 0
+    """The newest finished one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +197,12 @@ class Delegate(ABC):
         """An earlier coordinator's agent lives; `memo` is of the last attempt it was given, its workers may be dead."""
         return ()
 
-    def leaving(self, *, stopped: bool) -> None:  # noqa: B027 (most delegates have nothing to do)
-        """The agent is about to be shut down, after `drained`; `stopped`: the run will go on from what is in storage."""
+    def leaving(self, *, keep: bool) -> None:  # noqa: B027 (most delegates have nothing to do)
+        """The agent is about to be shut down, after `drained`; `keep`: what only memory holds is to go to storage before."""
+
+    def saved(self) -> Saved:
+        """What storage has of the run that is being left."""
+        return Saved()
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
         """Workers of `attempt`, started by an earlier coordinator with this memo, are alive and keep stepping."""

@@ -7,8 +7,8 @@ its reason, and the next attempt is started with it.
 - A place is taken away or comes back, or a person asks for other ranks: the workers finish their step, copy their state into
   memory and leave (`SetControl.leave`), and the next attempt reads it there. Nothing is lost but the restart.
 
-What is blamed stays out for a time that doubles with each blame (`recovery.nodes` does so for whole nodes). More than a share
-of all places is never left out by blame: then it is not the places.
+What is blamed stays out for a time that doubles with each blame. More than a share of all places is never left out by blame:
+then it is not the places.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from recovery.delegate import Delegate
-from recovery.events import Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
+from recovery.endings import ONLY_NODE
+from recovery.events import Event, LayoutChosen, PlaceLost, PlaceReturned, StorageNotice, Verdict
 from recovery.journal import Journal
 from recovery.messages import ClientReply, ClientRequest
 from recovery.places import Out, Place, expired, parse, usable
@@ -58,6 +59,7 @@ class Elastic:
         self._changed_at = float("-inf")
         self._restarted: set[Place] = set()
         self._joined: list[str] = []  # nodes that have come and are not taken up yet
+        self._told = set[str]()  # why places stayed
         self._left = -1  # the newest attempt whose workers were asked to make way
 
     @property
@@ -115,34 +117,47 @@ class Elastic:
 
     # what happens by itself
 
-    def blame(self, verdict: Verdict, decision: Decision) -> bool:
-        """A decision to leave a place out: whether the run goes on without it. Otherwise it has to go on elsewhere."""
+    def spared(self, verdict: Verdict, decision: Decision) -> str:
+        """Why a place stays although the decision is to leave it out: too many would be out; empty if none has to stay."""
+        place = self._blamed(verdict) if decision.action == "restart_exclude_node" else None
+        if place is None or self._making_way:
+            return ""
+        blamed = sum(entry.until is not None for entry in self._desk.journal.state.out) + 1
+        count, share = sum(self.capacity.values()), self._limits.breaker_share
+        if blamed <= share * count:
+            return ""
+        would = f"{blamed} of {count} places would be, more than recovery.breaker_share = {share:g} allows"
+        return f"{place} is not left out: {would}"
+
+    def blame(self, verdict: Verdict, decision: Decision) -> str:
+        """Carry out a decision to leave a place out. Empty if the run goes on without it; else why it cannot."""
         place = self._blamed(verdict) if decision.action == "restart_exclude_node" else None
         if place is None:
-            return False
+            return ONLY_NODE
         if self._making_way:
             log.warning(
                 "rank %s is not blamed for %s: another layout follows anyhow", verdict.first_failing_rank, verdict.class_
             )
-            return True
-        out = self._desk.journal.state.out
-        blamed = sum(entry.until is not None for entry in out) + 1
-        if blamed > self._limits.breaker_share * sum(self.capacity.values()):
-            log.warning("%s is not left out: %d places would be, which is too many to be their fault", place, blamed)
-            return False
+            return ""
+        kept = self.spared(verdict, decision) or self._go_without(place, verdict, decision)
+        if kept:
+            log.warning("%s", kept)
+        return kept
+
+    def _go_without(self, place: Place, verdict: Verdict, decision: Decision) -> str:
+        """Leave a place out; why not, if there is no layout for the rest."""
         try:
-            left = usable(self.capacity, (*out, Out(place=place, reason=verdict.class_)))
+            left = usable(self.capacity, (*self._desk.journal.state.out, Out(place=place, reason=verdict.class_)))
             chosen = self._delegate.choose_layout(left, f"{place} is left out after {verdict.class_}")
         except ValueError as error:
-            log.warning("the run cannot go on without %s: %s", place, error)
-            return False
+            return f"the run cannot go on without {place}: {error}"
         now = self._clock()
         self._changed_at = now
         self._record(
             PlaceLost(t=now, node=place.node, slot=place.slot, reason=decision.reason, until=now + self._quarantine_s(place))
         )
         self._desk.journal.extend(chosen)
-        return True
+        return ""
 
     @property
     def _making_way(self) -> bool:
@@ -171,8 +186,12 @@ class Elastic:
     def leave_out(self, rank: int, class_: str, reason: str) -> None:
         """A rank that is not to be trusted makes way at the next step boundary, if the run can do without its place."""
         verdict = Verdict(class_=class_, component="host", first_failing_rank=rank)
-        if self.blame(verdict, Decision(action="restart_exclude_node", reason=f"{class_}: {reason}")):
+        kept = self.blame(verdict, Decision(action="restart_exclude_node", reason=f"{class_}: {reason}"))
+        if not kept:
             self._leave()
+        elif kept not in self._told:
+            self._told.add(kept)
+            self._record(StorageNotice(t=self._clock(), topic="places", text=f"{class_}: {reason}; {kept}"))
 
     def start_again(self, reason: str) -> None:
         """The same layout in new processes, from the state of the step that is being finished."""

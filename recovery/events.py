@@ -208,7 +208,7 @@ class TierCommitted(Event, frozen=True, kw_only=True):
 class StorageNotice(Event, frozen=True, kw_only=True):
     """Something about files or ports that a person should know and that stops nothing: what it is about, and a sentence."""
 
-    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room", "metrics", "back"]
+    topic: Literal["create", "local", "mirror", "peer", "stale", "owner", "profile", "room", "metrics", "places", "back"]
     text: str
     step: int | None = None
 

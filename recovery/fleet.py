@@ -131,16 +131,16 @@ class Fleet:
         self._expected = (attempt, ranks)
 
     def ready(self, needed: int, left_out: Sequence[str] = ()) -> bool:
-        """Whether the next attempt can begin, or the one that still steps can be taken over as a whole.
+        """Whether the next attempt can begin, or the one that still steps can be taken over, or what is left of it."""
+        return not self.expecting if self._held() else len(self.available(left_out)) >= needed
 
-        Where some of its agents have come, the others are waited for until their leases must be over.
-        """
+    @property
+    def expecting(self) -> bool:
+        """Whether some agents of the expected attempt have come, and the others may: until their leases must be over."""
         held = self._held()
-        if held:
-            assert self._expected is not None
-            whole = held >= set(range(self._expected[1]))
-            return whole or time.monotonic() - self._began > self._lease_s + MARGIN_S
-        return len(self.available(left_out)) >= needed
+        if self._expected is None or not held or held >= set(range(self._expected[1])):
+            return False
+        return time.monotonic() - self._began <= self._lease_s + MARGIN_S
 
     def _held(self) -> set[int]:
         """Ranks of the expected attempt that the agents here know of."""

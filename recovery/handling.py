@@ -34,6 +34,13 @@ class Handling:
             raise AgentLostError
         return condition()
 
+    def gathered(self, condition: Callable[[], bool], patience_s: float) -> bool:
+        """The same for agents that are to come; as long as others of an attempt that may still step can, not in vain: their
+        leases may be longer than our patience, and those who have come must not be taken for too few.
+        """
+        agent = self._desk.agent
+        return self.until(condition, patience_s) or (self.until(lambda: condition() or not agent.expecting) and condition())
+
     def until_tick(self, condition: Callable[[], bool]) -> bool:
         """Wait until it is time to look around; whether the condition holds by then."""
         looked = self._desk.ticks

@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from recovery import events
 from recovery.attempt import AgentLostError, Attempt, Trouble
 from recovery.delegate import Delegate
 from recovery.desk import Desk
 from recovery.evidence import NO_AGENT, Evidence
 from recovery.handling import Handling
-from recovery.inquiry import Case, blame, judge
+from recovery.inquiry import Case, blame, judge, keep, steps_done
 from recovery.messages import CollectEvidence, EvidenceCollected
 from recovery.policy import Limits
 from recovery.spec import CoordinatorSpec
@@ -46,15 +48,18 @@ class Inquest:
         attempt = self._desk.attempt
         if attempt is not None:
             self._handling.end_attempt()
+            evidence = replace(evidence, steps=steps_done(self._desk.journal.state))
         self._verdicts += 1
+        verdict_id = f"e{self._delegate.epoch}-v{self._verdicts}"
+        keep(self._spec.local_dir / "incidents", verdict_id, evidence)
         case = judge(
             self._desk.journal,
             evidence,
             self._limits,
             attempt=attempt,
-            verdict_id=f"e{self._delegate.epoch}-v{self._verdicts}",
+            verdict_id=verdict_id,
             agent_survived=not lost,
-            incidents=self._spec.local_dir / "incidents",
+            spared=lambda verdict, decision: "" if lost else self._desk.elastic.spared(verdict, decision),
         )
         log.info("attempt %d: %s; %s: %s", case.info.attempt, case.verdict.class_, case.decision.action, case.decision.reason)
         return case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from recovery.state import Phase, RunState
 
 log = logging.getLogger(__name__)
 
+Spared = Callable[[Verdict, Decision], str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -42,15 +44,13 @@ def judge(
     attempt: Attempt | None,
     verdict_id: str,
     agent_survived: bool,
-    incidents: Path,
+    spared: Spared,
 ) -> Case:
-    """Classify and decide; the evidence is kept in `incidents`. If an earlier coordinator did so for this attempt and died, its
-    decision stands.
+    """Classify and decide. If an earlier coordinator did so for this attempt and died, its decision stands.
+
+    `spared` answers why a place stays although the decision is to leave it out.
     """
     number = attempt.number if attempt is not None else journal.state.attempt
-    if attempt is not None:
-        evidence = replace(evidence, steps=steps_done(journal.state))
-    keep(incidents, verdict_id, evidence)
     verdict = classify(evidence)
     earlier = journal.state.last_decision
     if earlier is not None and attempt is not None and earlier.attempt == number:
@@ -62,7 +62,11 @@ def judge(
             skip=earlier.skip,
         )
     else:
-        decision = _record(journal, verdict, limits, number, verdict_id)
+        history, now_t = journal.state.history, time.time()
+        decision = decide(verdict, history, limits, doubted=journal.state.doubted(number), now_t=now_t)
+        if why := spared(verdict, decision):
+            decision = replace(decision, reason=f"{decision.reason}; {why}")
+        _record(journal, verdict, decision, number, verdict_id)
     info = AttemptEndInfo(
         attempt=number,
         workers=attempt.dead() if attempt is not None else (),
@@ -100,9 +104,8 @@ def steps_done(state: RunState) -> int:
     return 0 if state.ready_step is None else max(0, state.step - state.ready_step)
 
 
-def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, verdict_id: str) -> Decision:
+def _record(journal: Journal, verdict: Verdict, decision: Decision, number: int, verdict_id: str) -> None:
     classified = events.InterruptionClassified(t=time.time(), attempt=number, verdict_id=verdict_id, verdict=verdict)
-    decision = decide(verdict, journal.state.history, limits, doubted=journal.state.doubted(number))
     decided = events.Decided(
         t=time.time(),
         attempt=number,
@@ -114,7 +117,6 @@ def _record(journal: Journal, verdict: Verdict, limits: Limits, number: int, ver
         skip=decision.skip,
     )
     journal.append(classified, decided)  # together: who dies between them would have it judged twice
-    return decision
 
 
 def decided_before(state: RunState, *, agent_survived: bool) -> AttemptEndInfo | None:

@@ -145,6 +145,7 @@ def supervise(
     *,
     log: Path,
     env: Mapping[str, str] | None = None,
+    fds: tuple[int, ...] = (),
     budget: Budget = Budget(),
     on_tick: Callable[[], None] | None = None,
     tick_s: float = 0.2,
@@ -155,7 +156,7 @@ def supervise(
     coordinator and agent go on. An exit code of the coordinator's own, whatever it is, is final: a bug would only repeat.
     """
     become_subreaper()  # a dead coordinator's agent is adopted here rather than by a pid 1 that may not reap
-    parent = _Parent(Spawn(argv=argv, log=log, env=env, new_session=True))
+    parent = _Parent(Spawn(argv=argv, log=log, env=env, fds=fds, new_session=True))
     previous = {number: signal.signal(number, parent.on_signal) for number in STOP_SIGNALS}
     try:
         return parent.run(budget, on_tick or (lambda: None), tick_s)

@@ -4,6 +4,10 @@ A lock file alone says "held" but not by whom; a pid alone may belong to somebod
 record names host, boot, pid and start time. A record of a dead process on this host is taken over at once. One written on
 another host cannot be checked from here (a shared folder used as local folder): it is refused, unless the caller takes over
 by force.
+
+Between the check of a start and the claim of the coordinator that it starts, nobody else may start the run: what it has written
+would be what the other one's coordinator reads. So a start claims the run itself, and hands the very lock to its coordinator:
+the two hold it together, until the coordinator lets it go or both are dead.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from recovery.launch import boot_id, start_time
 
 RECORD = "owner.json"
 LOCK = "owner.lock"
+HANDED = "FTRAIN_OWNER_LOCK"
+"""Tells a child which descriptor is the lock that its parent holds, and the parent's pid, which is in the record till then."""
 
 
 class HeldError(Exception):
@@ -87,10 +93,24 @@ class Claim:
         self.previous = previous
         self._folder = folder
         self._lock = lock
+        self._handed = False
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def hand_over(self) -> tuple[tuple[int, ...], dict[str, str]]:
+        """The descriptors and the environment with which a child's `claim` takes this one's place; it is the child's to end."""
+        self._handed = True
+        return (self._lock,), {HANDED: f"{self._lock}:{self.owner.pid}"}
 
     def release(self) -> None:
-        """Leave the run to whoever comes next."""
-        (self._folder / RECORD).unlink(missing_ok=True)
+        """Leave the run to whoever comes next; one that was handed over is left to whom it was handed."""
+        if not self._handed:
+            (self._folder / RECORD).unlink(missing_ok=True)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # for the parent that handed it to us, too
         os.close(self._lock)
 
 
@@ -98,18 +118,34 @@ def claim(folder: Path, *, take_over: bool = False) -> Claim:
     """Own the run in `folder`, atomically among the processes of this host; HeldError if somebody else does.
 
     `take_over` also takes it from an owner on another host, of whom nothing can be known: the caller must be sure it is dead.
+    What a parent has handed over is taken up.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     here = msgspec.structs.replace(this_process(), place=str(folder.absolute()))
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock, starter = _handed(folder) or (os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), 0)
     try:
         previous = read_owner(folder)
         _check(previous, here, locked=_lock(lock), take_over=take_over)
+        if previous is not None and previous.pid == starter:
+            previous = None  # it has run nothing
         _write(folder, here)
     except BaseException:
         os.close(lock)
         raise
     return Claim(folder, here, previous, lock)
+
+
+def _handed(folder: Path) -> tuple[int, int] | None:
+    """The lock that this process's parent holds and has handed to it, and the parent's pid; None if there is none."""
+    lock, _, starter = os.environ.pop(HANDED, "").partition(":")
+    if not lock:
+        return None
+    fd = int(lock)
+    os.set_inheritable(fd, False)
+    if not (folder / LOCK).exists() or not os.path.samestat(os.fstat(fd), os.stat(folder / LOCK)):
+        os.close(fd)  # the folder was deleted and made anew
+        return None
+    return fd, int(starter)
 
 
 def _lock(fd: int) -> bool:

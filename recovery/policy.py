@@ -27,6 +27,7 @@ from recovery.events import Action, Verdict
 FREE_CLASSES = frozenset({"preemption", "time_limit", "host_maintenance"})
 # What the program itself does: at the same step again, it will do it for ever.
 PROGRAM_CLASSES = frozenset({"cuda_program_error", "process_crash", "software_error", "data_error", "numeric_divergence"})
+NETWORK_CLASSES = frozenset({"network_link", "network_timeout", "rendezvous"})
 
 Change = Literal["more_evidence", "from_storage", "older_checkpoint"]
 
@@ -45,7 +46,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     jitter: float = 0.0  # a wait is stretched by up to this share, so that many runs do not return at once
     quarantine_s: float = 3600.0  # a blamed node is left out for this long, doubled with each further blame
     quarantine_max_s: float = 7 * 86_400.0  # longest such time
-    flap_s: float = 300.0  # a network fault is held against a node only if it comes twice within this time
+    flap_s: float = 300.0  # a network fault is held against a place only if it comes twice within this time
     breaker_share: float = 0.25  # more nodes than this share are never left out at once: then it is not the nodes
     straggler: Literal["report", "restart", "exclude"] = "report"  # what is done about a rank that is slow for long
     straggler_factor: float = 1.5  # so many times the median's computing time make a straggler
@@ -129,18 +130,36 @@ def decide(
     rules: Sequence[Rule] | None = None,
     *,
     doubted: Doubted | None = None,
+    now_t: float | None = None,
 ) -> Decision:
-    """What the supervisor does about `verdict`. `history` does not contain this interruption yet."""
+    """What the supervisor does about `verdict`. `history` does not contain this interruption yet. `now_t`: unix time; without
+    it a network fault is taken for one that has come before.
+    """
+    cause = f"{verdict.class_}: {verdict.reason}" if verdict.reason else verdict.class_
+    if now_t is not None and _alone(verdict, history, limits, now_t):
+        cause += f"; of a network fault the second within {limits.flap_s:g} s (recovery.flap_s) is held against a place"
+        verdict = replace(verdict, action="restart")
     facts = Facts(
         verdict=verdict,
         history=history,
         limits=limits,
         repeats=tuple(past for past in history.since_progress() if not _free(past.planned, past.class_)),
-        cause=f"{verdict.class_}: {verdict.reason}" if verdict.reason else verdict.class_,
+        cause=cause,
         doubted=doubted,
     )
     answers = (rule(facts) for rule in (RULES if rules is None else rules))
     return next((answer for answer in answers if answer is not None), go_on(facts))
+
+
+def _alone(verdict: Verdict, history: History, limits: Limits, now_t: float) -> bool:
+    """Whether it is a network fault that would cost a place, and the first there for a while: it names two ends and proves
+    neither guilty, and links that flap come back (published practice: tolerate it twice in five minutes).
+    """
+    if verdict.class_ not in NETWORK_CLASSES or verdict.action != "restart_exclude_node":
+        return False
+    here = (verdict.node, verdict.first_failing_rank)
+    faults = [past for past in history.interruptions if past.class_ in NETWORK_CLASSES and (past.node, past.rank) == here]
+    return not any(now_t - past.t <= limits.flap_s for past in faults)
 
 
 def end_as_told(facts: Facts) -> Decision | None:
@@ -174,7 +193,7 @@ def outage(facts: Facts) -> Decision | None:
 
 def unexplained(facts: Facts) -> Decision | None:
     """What nobody can explain has its own, smaller budget: it is the likeliest to come again."""
-    unknown = sum(past.class_ == "unknown" for past in facts.repeats)
+    unknown = _unknown(facts.repeats)
     if facts.verdict.class_ != "unknown" or unknown < facts.limits.unknown_restarts:
         return None
     return _give_up(facts, f"{unknown} restarts after an unknown cause", facts.limits.unknown_restarts)
@@ -221,14 +240,22 @@ def go_on(facts: Facts) -> Decision:
     if not repeats:
         return Decision(action=verdict.action, reason=f"{facts.cause}; first time since the last progress")
     differently = _differently(len(repeats))
-    allowed = min(limits.max_restarts, limits.unknown_restarts) if verdict.class_ == "unknown" else limits.max_restarts
-    again = f"interruption {len(repeats) + 1} without a new step, {allowed} allowed; next try with {' and '.join(differently)}"
+    again = f"interruption {len(repeats) + 1} without a new step ({_counted(facts)}); next try with {' and '.join(differently)}"
     return Decision(
         action=verdict.action,
         reason=f"{facts.cause}; {again}",
         wait_s=_stretch(_doubled(limits.backoff_s, len(repeats) - 1, limits.backoff_max_s), facts),
         differently=differently,
     )
+
+
+def _counted(facts: Facts) -> str:
+    """Which restart this is by each limit that it counts against."""
+    repeats, limits = facts.repeats, facts.limits
+    said = f"restart {len(repeats) - _waits(repeats) + 1} of {limits.max_restarts}"
+    if facts.verdict.class_ != "unknown":
+        return said
+    return f"{said}, {_unknown(repeats) + 1} of {limits.unknown_restarts} after an unknown cause"
 
 
 RULES: tuple[Rule, ...] = (end_as_told, free_of_charge, outage, unexplained, skip_data, same_again, crash_loop)
@@ -246,6 +273,10 @@ def _free(planned: bool, class_: str) -> bool:
 
 def _waits(repeats: Iterable[PastInterruption]) -> int:
     return sum(past.action == "restart_after_wait" for past in repeats)
+
+
+def _unknown(repeats: Iterable[PastInterruption]) -> int:
+    return sum(past.class_ == "unknown" for past in repeats)
 
 
 def _give_up(facts: Facts, what: str, limit: int) -> Decision:

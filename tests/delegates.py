@@ -24,5 +24,5 @@ def run_delegate(folder: Path, *overrides: str) -> tuple[RunDelegate, list[Any]]
     watch = EndWatch(Lookout((), poll_s=60.0, clock=lambda: 0.0), margin_s=0.0)
     delegate = RunDelegate(launch, wanted, RunStore(MemoryStore()), folder=folder, policies=[], endwatch=watch)
     sent: list[Any] = []
-    delegate._links = types.SimpleNamespace(to_keeper=sent.append)  # type: ignore[assignment]
+    delegate._links = types.SimpleNamespace(to_keeper=sent.append, places=lambda: ())  # type: ignore[assignment]
     return delegate, sent

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState, Upload
 from ftrain.checkpoint.memory import pack_manifest
 from ftrain.checkpoint.messages import Answer, KeeperMessage, Owed, PackFailed, PackStored, Settled, Share, StoreSnapshot
+from ftrain.checkpoint.names import is_peer
 from ftrain.checkpoint.stream import SlotStream
 from storage.errors import NoSpace
 from storage.keys import pack_name, step_folder
@@ -98,7 +99,9 @@ class Keeper:
         if turn is None:
             return
         turn.end()
-        self._slots.pop(name).close()
+        slot = self._slots.pop(name)
+        if not is_peer(name):
+            slot.close()
         for key in (name, f"{name} local"):
             self._answers.pop(key, None)  # nobody will settle it any more: it must not be said to the next coordinator
 
@@ -121,8 +124,14 @@ class Keeper:
             self._send(answer)
         self._tell_debts()
 
-    def store(self, message: StoreSnapshot) -> None:
-        """Send what is here of a snapshot to storage, unless it is on its way or there already; once more where that failed."""
+    def store(self, message: StoreSnapshot, copies: Mapping[str, ArenaSlot] = {}) -> None:
+        """Send what is here of a snapshot to storage, unless it is on its way or there already; once more where that failed.
+
+        `copies`: of the shares of lost nodes, by the names of their areas; they belong to somebody else, and are only read.
+        """
+        for name, slot in copies.items():
+            self._slots[name] = slot
+            self._turns.setdefault(name, Turn())
         for name, slot in self._slots.items():
             header = slot.header()
             if header.state is SlotState.EMPTY or (header.attempt, header.step) != (message.attempt, message.step):
@@ -155,7 +164,12 @@ class Keeper:
 
     def _serve_once(self, name: str, slot: ArenaSlot) -> None:
         header = slot.header()
-        due = self._local_every and header.step % self._local_every == 0 and not self._answered(f"{name} local", header)
+        due = (
+            self._local_every
+            and not is_peer(name)
+            and header.step % self._local_every == 0
+            and not self._answered(f"{name} local", header)
+        )
         wanted = header.upload is Upload.WANTED and not self._answered(name, header)
         if header.state is SlotState.EMPTY or (header.state is SlotState.FILLING and not wanted):
             return

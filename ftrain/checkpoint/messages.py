@@ -23,10 +23,14 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
 
 
 class StoreSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="store-snapshot"):
-    """Coordinator to all keepers: put this snapshot into storage, as the run is being stopped, or as there is room now."""
+    """Coordinator to all keepers: put this snapshot into storage, as the run is being left, or as there is room now.
+
+    `copies_of`: ranks whose nodes are lost; whoever has the copies of theirs stores those.
+    """
 
     attempt: int
     step: int
+    copies_of: list[int] = []
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -40,6 +40,7 @@ class PeerAreas:
     def __init__(self) -> None:
         self._areas: dict[str, Area] = {}
         self._choosing = threading.Lock()
+        self._lent: set[tuple[int, int]] = set()  # (attempt, step) of copies that are on their way to storage
 
     def adopt(self, name: str, fd: int) -> None:
         """Know an area."""
@@ -59,6 +60,22 @@ class PeerAreas:
             with area.lock:
                 if is_peer(name) and self._areas.get(name) and area.slot.header().step > step:
                     area.slot.forget()
+
+    def lend(self, key: tuple[int, int], ranks: Sequence[int]) -> dict[str, ArenaSlot]:
+        """The copies of these ranks' shares of a snapshot, by name; no offer overwrites them until they are taken back."""
+        with self._choosing:
+            self._lent.add(key)
+        found: dict[str, ArenaSlot] = {}
+        for name, area in list(self._areas.items()):
+            with area.lock:  # whoever was let in before is done with it then
+                if is_peer(name) and self._areas.get(name) and _key(area.slot) == key and area.slot.header().rank in ranks:
+                    found[name] = area.slot
+        return found
+
+    def take_back(self, key: tuple[int, int]) -> None:
+        """They may be overwritten again."""
+        with self._choosing:
+            self._lent.discard(key)
 
     def handle(self, link: Link, request: Request) -> None:
         """Answer one request of another node. Raises what its connection raises."""
@@ -107,6 +124,7 @@ class PeerAreas:
                 raise PeerError(str(error)) from error
             if payload.nbytes != offer.nbytes:
                 raise PeerError(f"{offer.nbytes} bytes are offered, the table says {payload.nbytes}")
+            slot.compress_with(offer.compressor)
             slot.begin(epoch=offer.epoch, attempt=offer.attempt, step=offer.step, rank=offer.rank, world=offer.world)
             link.send(Fine())
             try:
@@ -137,7 +155,7 @@ class PeerAreas:
 
         with self._choosing:
             found = [area for name, area in list(self._areas.items()) if is_peer(name) and of_peer(name) == offer.of]
-            free = (area for area in found if offer.keep is None or _key(area.slot) != offer.keep)
+            free = (area for area in found if (key := _key(area.slot)) is None or key not in {offer.keep, *self._lent})
             area = next((area for area in sorted(free, key=age) if self._take(area)), None)
             if area is None:
                 raise PeerError(f"no memory area is free here for a copy of {offer.of} ({len(found)} are there)")

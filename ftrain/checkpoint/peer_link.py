@@ -16,10 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from ftrain.checkpoint.arena import SlotHeader
+from ftrain.checkpoint.arena import ArenaSlot, SlotHeader
 from recovery.identity import KEY_FILE, context
 from recovery.rendezvous import Address, publish, read_address
 from recovery.tls import tune
+from storage.compress import Compressor
 from storage.traffic import PACED_BYTES, traffic
 
 PATIENCE_S = 30.0
@@ -48,6 +49,7 @@ class Offer(Described, frozen=True, kw_only=True):
     """A copy of a sealed snapshot is to be kept; its `nbytes` of payload follow once it was accepted."""
 
     of: str  # generation and rank: "g0000-r00001"
+    compressor: Compressor | None = None  # on the way to storage, should this copy have to go there
     keep: tuple[int, int] | None  # (attempt, step) that must not be overwritten
     nbytes: int
 
@@ -198,17 +200,18 @@ def serve_one(sock: socket.socket, tls: ssl.SSLContext, handle: Callable[[Link, 
             handle(link, request)
 
 
-def offer_of(of: str, header: SlotHeader, keep: tuple[int, int] | None, described: tuple[bytes, bytes], nbytes: int) -> Offer:
-    """The offer of a snapshot whose table and progress record are `described`."""
+def offer_of(of: str, slot: ArenaSlot, header: SlotHeader, keep: tuple[int, int] | None) -> Offer:
+    """The offer of the sealed snapshot in a slot."""
     return Offer(
         of=of,
+        compressor=slot.compressor(),
         epoch=header.epoch,
         attempt=header.attempt,
         step=header.step,
         rank=header.rank,
         world=header.world,
         keep=keep,
-        table=described[0],
-        progress=described[1],
-        nbytes=nbytes,
+        table=msgspec.msgpack.encode(slot.table()),
+        progress=msgspec.json.encode(slot.progress()),
+        nbytes=len(slot.payload().data),
     )

@@ -22,7 +22,15 @@ from pathlib import Path
 import msgspec
 
 from ftrain.checkpoint.arena import ArenaSlot, SlotHeader, SlotState
-from ftrain.checkpoint.messages import Buddies, CopyFailed, KeeperMessage, KeepSnapshots, PeerCopied
+from ftrain.checkpoint.messages import (
+    Buddies,
+    CopyFailed,
+    KeeperMessage,
+    KeepSnapshots,
+    PeerCopied,
+    Settled,
+    StoreSnapshot,
+)
 from ftrain.checkpoint.names import area_name, is_peer, of_peer
 from ftrain.checkpoint.peer_areas import PeerAreas
 from ftrain.checkpoint.peer_link import PeerError, Unchanged, dial_keeper, offer_of, open_door, serve_one
@@ -91,6 +99,14 @@ class Peers:
         if message.copy is not None:
             self._copy(message.copy)
 
+    def lend(self, wanted: StoreSnapshot) -> dict[str, ArenaSlot]:
+        """The copies here of a snapshot that is to go to storage, of lost nodes' ranks. They stay until it is settled."""
+        return self._areas.lend((wanted.attempt, wanted.step), wanted.copies_of) if wanted.copies_of else {}
+
+    def settled(self, message: Settled) -> None:
+        """Nobody needs the copies of this snapshot for storage any more."""
+        self._areas.take_back((message.attempt, message.step))
+
     def _hold(self) -> None:
         for slot in self._own.values():
             header = slot.header()
@@ -146,10 +162,10 @@ class Peers:
         if not self._buddy:
             raise PeerError("there is no other node to keep a copy")
         slot.seal()
-        payload, described = slot.payload().data, (msgspec.msgpack.encode(slot.table()), msgspec.json.encode(slot.progress()))
+        payload = slot.payload().data
         link = dial_keeper(self._control, self._buddy)
         try:
-            link.ask(offer_of(of_peer(name), header, self._keep, described, len(payload)))
+            link.ask(offer_of(of_peer(name), slot, header, self._keep))
             link.send_bytes(payload)
             now = slot.header()
             if (now.state, now.snapshot) != (header.state, header.snapshot):

@@ -57,8 +57,9 @@ def train(config: Config) -> None:
     from ftrain.compose.launch import checked, write
 
     shutil.rmtree(config.run.url, ignore_errors=True)
-    folder = write(checked(config, accept_change=False, origin=None, take_over=False), config)
-    code = run_supervised(folder)
+    launch, held = checked(config, accept_change=False, origin=None, take_over=False)
+    with held:
+        code = run_supervised(write(launch, config), held)
     if code != ExitCode.DONE:
         render.fail(f"the run of {config.run.url} ended with code {code}", ExitCode(code))
 

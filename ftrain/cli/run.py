@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +17,11 @@ from ftrain.cli import render
 from ftrain.cli.problems import told
 from ftrain.cli.types import PLACE
 from recovery.codes import ExitCode
+
+if TYPE_CHECKING:
+    from ftrain.compose.args import Launch
+    from ftrain.config import Config
+    from recovery.owner import Claim
 
 
 @click.command()
@@ -58,26 +64,38 @@ def run(
             check_data(config)
             show_plan(config, as_json=as_json)
             return
-        from ftrain.compose import checks, standing
-        from ftrain.compose.launch import checked, write
+        from ftrain.compose.launch import checked
 
-        launch = checked(
+        launch, held = checked(
             config,
             accept_change=accept_change,
             origin=split_step(origin) if origin else None,
             take_over=take_over,
             command=again(config_path, overrides, accept_change=accept_change, origin=origin),
         )
-        if origin and not launch.origin_url:
-            render.note(f"--from has no effect: this run has a checkpoint of its own and goes on from it, not from {origin}")
-        if (done := standing.finished_step(config)) is not None:
-            render.note(nothing_to_do(done, config.run.steps))
-            return
-        warnings = checks.before_start(config)  # first: of a start that is refused the run's folder knows nothing
-        folder = write(launch, config)
-        for warning in (*warnings, *standing.reminders(config)):
-            render.note(warning)
-    sys.exit(run_supervised(folder))
+    with held:
+        with told():
+            folder = written(launch, config, origin)
+        if folder is not None:
+            sys.exit(run_supervised(folder, held))
+
+
+def written(launch: Launch, config: Config, origin: str | None) -> Path | None:
+    """The last checks, and what the coordinator reads, in the run's local folder; None if there is nothing to do."""
+    from ftrain.compose import checks, standing
+    from ftrain.compose.launch import write
+
+    if origin and not launch.origin_url:
+        own = "this run has a checkpoint of its own and goes on from it"
+        render.note(f"--from has no effect: {own}, not from {origin}")
+    if (done := standing.finished_step(config)) is not None:
+        render.note(nothing_to_do(done, config.run.steps))
+        return None
+    warnings = checks.before_start(config)  # first: of a start that is refused the run's folder knows nothing
+    folder = write(launch, config)
+    for warning in (*warnings, *standing.reminders(config)):
+        render.note(warning)
+    return folder
 
 
 def nothing_to_do(done: int, steps: int) -> str:
@@ -87,12 +105,10 @@ def nothing_to_do(done: int, steps: int) -> str:
     return f"there is nothing to do: step {done} of {steps} is in storage already; more run.steps go on with it"
 
 
-def show_plan(config: object, *, as_json: bool) -> None:
+def show_plan(config: Config, *, as_json: bool) -> None:
     """What `--dry-run` prints."""
-    from ftrain.config import Config
     from ftrain.load import fingerprint, layout_summary, to_toml
 
-    assert isinstance(config, Config)
     if as_json:
         import msgspec
 
@@ -105,8 +121,8 @@ def show_plan(config: object, *, as_json: bool) -> None:
     render.data("\n".join(f"# {line}" for line in layout_summary(config).splitlines()))
 
 
-def run_supervised(folder: Path) -> int:
-    """Keep a coordinator alive until the run ends, and show the run meanwhile."""
+def run_supervised(folder: Path, held: Claim) -> int:
+    """Keep a coordinator alive until the run ends, and show the run meanwhile. The run, `held`, becomes the coordinator's."""
     from ftrain.cli.live_view import LiveView
     from ftrain.compose.launch import coordinator_argv
     from ftrain.compose.slurm import nodes_of_job, requeue_if_asked
@@ -121,15 +137,17 @@ def run_supervised(folder: Path) -> int:
             nodes.tick()
 
     try:
-        code = supervise(coordinator_argv(folder), log=log, on_tick=tick, tick_s=0.2 if view.live else 1.0)
+        fds, env = held.hand_over()
+        tick_s = 0.2 if view.live else 1.0
+        code = supervise(coordinator_argv(folder), log=log, env=env, fds=fds, on_tick=tick, tick_s=tick_s)
     finally:
         view.close()
         if nodes is not None:
             nodes.close()
     if code == ExitCode.STOPPED and (done := requeue_if_asked(folder)):
         render.note(done)
-    held = code == ExitCode.HELD
-    if code in (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED) and (why := why_left(log, before, held=held)):
+    refused = code == ExitCode.HELD
+    if code in (ExitCode.HELD, ExitCode.STORAGE, ExitCode.DAMAGED) and (why := why_left(log, before, held=refused)):
         render.complain(why)
     if code not in (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HELD):
         render.note(f"logs are in {folder / 'logs'}; `ftrain report` explains each attempt")

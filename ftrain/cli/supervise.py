@@ -21,6 +21,7 @@ from recovery.codes import ExitCode
 if TYPE_CHECKING:
     from ftrain.compose.command_launch import CommandLaunch
     from recovery.events import Event
+    from recovery.owner import Claim
 
 AT_ONCE = 1 << 20
 
@@ -111,10 +112,10 @@ def supervise(**given: Any) -> None:
     launch = launch_of(given, shlex.join(command))
     with told():
         other = made_by_another(launch)
-        folder = prepare(launch)
+        folder, held = prepare(launch)
     for said in filter(None, (other, misread(os.environ))):
         render.note(f"ftrain: {said}")
-    sys.exit(run_supervised(folder, launch))
+    sys.exit(run_supervised(folder, launch, held))
 
 
 def launch_of(given: dict[str, Any], command: str) -> CommandLaunch:
@@ -142,8 +143,9 @@ def launch_of(given: dict[str, Any], command: str) -> CommandLaunch:
     )
 
 
-def run_supervised(folder: Path, launch: CommandLaunch) -> int:
-    """Keep a coordinator alive until the command is done, and show what rank 0 writes meanwhile."""
+def run_supervised(folder: Path, launch: CommandLaunch, held: Claim) -> int:
+    """Keep a coordinator alive until the command is done, and show what rank 0 writes meanwhile. The run, `held`, becomes the
+    coordinator's."""
     from ftrain.compose.slurm import requeue_if_asked
     from ftrain.compose.supervise import coordinator_argv, nodes_of_job
     from recovery.launch import log_size, why_left
@@ -158,7 +160,8 @@ def run_supervised(folder: Path, launch: CommandLaunch) -> int:
             nodes.tick()
 
     try:
-        code = keep_alive(coordinator_argv(folder), log=log, on_tick=tick)
+        fds, env = held.hand_over()
+        code = keep_alive(coordinator_argv(folder), log=log, env=env, fds=fds, on_tick=tick)
     finally:
         if nodes is not None:
             nodes.close()

@@ -119,7 +119,9 @@ def compose(folder: Path, launch: Launch, config: Config, store: ObjectStore, *,
         packets.on_event(event)
         endwatch.on_event(event)
 
-    packets = Packets(folder, launch.command, lambda: coordinator.desk.journal.state, skips=ranges(config, ()))
+    packets = Packets(
+        folder, launch.command, lambda: coordinator.desk.journal.state, skips=ranges(config, ()), stored=delegate.will_store
+    )
     coordinator = Coordinator(delegate, spec, open_ledger, limits, on_event=on_event)
     return coordinator
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from ftrain.checkpoint.messages import Buddies, CopyFailed, KeepSnapshots, PeerCopied, encode
+from ftrain.checkpoint.messages import Buddies, CopyFailed, KeepSnapshots, PeerCopied, StoreSnapshot, encode
 from recovery.events import Event, StorageNotice, TierCommitted
 
 Key = tuple[int, int]
@@ -26,7 +26,7 @@ class Copies:
         self._send = send
         self.whole: Key | None = None
         """The newest snapshot of which every rank's share is in the memory of two nodes."""
-        self._holders: tuple[str, ...] = ()  # the ring when it became so
+        self._homes: tuple[str, ...] = ()  # the node of each rank when it became so
         self._ring: tuple[str, ...] = ()
         self._nodes: tuple[str, ...] = ()  # of each rank
         self._copying: Key | None = None
@@ -55,7 +55,7 @@ class Copies:
     def adopted(self, nodes: Sequence[str]) -> None:
         """An earlier coordinator's attempt goes on."""
         self.started(nodes)
-        self._holders = self._ring
+        self._homes = self._nodes if self._ring else ()
 
     def repeat(self) -> None:
         """Tell the keepers where things stand: one of them is new, or may have missed it."""
@@ -82,10 +82,18 @@ class Copies:
 
     def reachable(self, nodes: Collection[str]) -> int | None:
         """The step of the newest whole snapshot, if `nodes` hold every share of it between them."""
-        ring = self._holders
+        ring = tuple(dict.fromkeys(self._homes))
         lost = [number for number, node in enumerate(ring) if node not in nodes]
         kept = all(ring[(number + 1) % len(ring)] in nodes for number in lost)
         return self.step if ring and kept else None
+
+    def wanted(self, nodes: Collection[str], *, newer_than: int) -> StoreSnapshot | None:
+        """For the keepers of `nodes`, as the run is being left: the newest whole snapshot, if they have it and it is newer."""
+        step = self.reachable(nodes)
+        if self.whole is None or step is None or step <= newer_than:
+            return None
+        lost = [rank for rank, node in enumerate(self._homes) if node not in nodes]
+        return StoreSnapshot(attempt=self.whole[0], step=step, copies_of=lost)
 
     def taken(self, attempt: int, step: int) -> None:
         """A snapshot is complete on all ranks."""
@@ -130,7 +138,7 @@ class Copies:
         return told
 
     def _done(self, last: PeerCopied) -> Event:
-        self.whole, self._holders, self._said = self._copying, self._ring, ""
+        self.whole, self._homes, self._said = self._copying, self._nodes, ""
         nbytes, now = sum(answer.nbytes for answer in self._answers.values()), time.time()
         seconds = now - self._begun
         return TierCommitted(t=now, attempt=last.attempt, tier="peer", step=last.step, nbytes=nbytes, seconds=seconds)

@@ -34,6 +34,11 @@ class Debts:
         return self.asked or bool(self._owed)
 
     @property
+    def newest(self) -> int:
+        """The newest step that is known to be owed; 0 if none is."""
+        return max((step for _, step in self._owed), default=0)
+
+    @property
     def writers(self) -> frozenset[tuple[int, int]]:
         """(epoch, attempt) of those whose packs must not be taken for leavings: the newest attempt, and every owed one.
 

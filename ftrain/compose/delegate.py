@@ -23,7 +23,6 @@ from ftrain.checkpoint.messages import (
     SnapshotTaken,
     StepDone,
     StepTimes,
-    StoreSnapshot,
     Traced,
     decode_worker,
     encode,
@@ -75,8 +74,6 @@ class RunDelegate(StoringDelegate):
         self._planned: int | None = None  # newest commit when the newest attempt was planned
         self._taken: dict[Group, set[int]] = defaultdict(set)
         self._ready: dict[int, dict[int, Ready]] = defaultdict(dict)
-        self._memory_step: int | None = None
-        self._memory_attempt = 0  # that took it
         self._last_step: StepDone | None = None
         self._told: list[Event] = []  # for the next tick
 
@@ -95,7 +92,7 @@ class RunDelegate(StoringDelegate):
         """Take the epoch that starts from the newest commit; a coordinator that takes over goes on from there, and waits for
         storage that is away as long as its workers can.
         """
-        self._links = links
+        self._links, self._takes_over = links, resumed
         return patiently(partial(self._begin, links, resumed), outage_waits(self._config) if resumed else (0.0, 0.0, 0))
 
     def _begin(self, links: Links, resumed: bool) -> Sequence[Event]:
@@ -144,6 +141,8 @@ class RunDelegate(StoringDelegate):
         self._doubts.recall(state.onsets)
         self._distrust()
         self._copies.recall(state.copied)
+        if self._takes_over:
+            self._done, self._held = state.step, (state.attempt, min(state.snapshot_step, state.step))
         self._phasing.recorded = state.training_phase
         self._phasing.stepped(self._layouts.whole, state.step, sequences=0)
         self._skips = state.skips
@@ -220,6 +219,7 @@ class RunDelegate(StoringDelegate):
             return ()
         back = done.result
         self._memory_step, self._committed, self._epoch, self._stored = None, back.step, back.epoch, None
+        self._done, self._held = back.step or 0, None
         self._told += [*self._entered(back.step), *back.told()]
         self._copies.forget()
         self._debts.clear()  # what the keeper had not begun to store goes with the areas, and nobody will say so
@@ -257,7 +257,7 @@ class RunDelegate(StoringDelegate):
         return []
 
     def _on_step(self, done: StepDone, attempt: int) -> list[Event]:
-        self._last_step = done
+        self._last_step, self._done = done, done.step
         self._phasing.stepped(self._layouts.whole, done.step, done.sequences)
         told = step_events(done, attempt)
         self._speed.add(told[0])
@@ -273,7 +273,7 @@ class RunDelegate(StoringDelegate):
         if len(self._taken[group]) < self._layouts.ranks_of(attempt):
             return []
         del self._taken[group]
-        self._memory_attempt, self._memory_step = attempt, taken.step
+        self._memory_attempt, self._memory_step = self._held = attempt, taken.step
         self._copies.taken(attempt, taken.step)
         if attempt == self._attempt:
             self._layouts.snapshot(attempt)
@@ -289,6 +289,7 @@ class RunDelegate(StoringDelegate):
             if (self._memory_step or 0) > ready.step:
                 self._memory_step = None  # the workers have forgotten it
             self._copies.began_at(ready.step)
+            self._done, self._held = ready.step, (attempt, ready.step)
             found += [*self._dropped(attempt, ready.step), *self._rolled_back(ready)]
             self._spare(None)
             found += self._places.resumed_from(self._epoch, ready.step)
@@ -335,14 +336,6 @@ class RunDelegate(StoringDelegate):
         self._debts.ask(self._layouts.ring if self._layouts.spread else ("",))
         self.links.to_keeper(encode(Resend()))
         return []
-
-    def leaving(self, *, stopped: bool) -> None:
-        """A run that is stopped without its last save (a worker died meanwhile) takes what memory holds along."""
-        group = (self._memory_attempt, self._memory_step or 0)
-        if stopped and group[1] > (self._committed or 0) and not self._doubts.is_void(*group):
-            self._settled.discard(group)  # if it could not be stored before, it is tried once more
-            self._debts.add(group)
-            self.links.to_keeper(encode(StoreSnapshot(attempt=group[0], step=group[1])))
 
     def on_agent_lost(self) -> Sequence[Event]:
         """The memory tier is not whole any more. What its packs lack in storage, keepers of other nodes may still bring."""

@@ -101,8 +101,10 @@ def obey(keeper: Keeper, peers: Peers | None, request: KeeperRequest) -> None:
     match request:
         case Settled():
             keeper.settled(request)
+            if peers is not None:
+                peers.settled(request)
         case StoreSnapshot():
-            keeper.store(request)
+            keeper.store(request, peers.lend(request) if peers is not None else {})
         case Resend():
             keeper.resend()
         case Buddies() if peers is not None:

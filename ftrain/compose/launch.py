@@ -20,7 +20,7 @@ from ftrain.compose.mirrors import check_mirror
 from ftrain.compose.nodes import arena_nbytes, check_port, fleet_spec, shared_dir
 from ftrain.compose.origin import Origin, check_other, resolve
 from ftrain.compose.paths import CONFIGURED, absolute_url, local_dir
-from ftrain.compose.residence import check_free, check_tenant
+from ftrain.compose.residence import check_tenant, claim_folder
 from ftrain.compose.standing import really_changed
 from ftrain.compose.stores import limit_traffic, local_tier_url, open_configured
 from ftrain.config import Config
@@ -29,6 +29,7 @@ from recovery.files import replace_file
 from recovery.launch import python
 from recovery.memory import check_fits, room
 from recovery.network import NoInterfaceError, names_of
+from recovery.owner import Claim
 from recovery.rendezvous import control_folder
 from storage.objects import check_store
 from storage.run import RunStore
@@ -41,8 +42,9 @@ def checked(
     origin: Origin | None,
     take_over: bool,
     command: str = "",
-) -> Launch:
+) -> tuple[Launch, Claim]:
     """What the coordinator is to read, once everything that can be checked is; nothing of an earlier start is overwritten.
+    And the run itself, to be handed to the coordinator: until then nobody else may write what that will read.
 
     Raises ConfigProblems, RefusedError, HeldError, or a StorageError: in words, before anything has been started.
     """
@@ -68,8 +70,8 @@ def checked(
     check_network(config)
     source = resolve(origin, config) if origin is not None and found.step is None else None
     check_mirror(config, begun=found.step is not None, origin=source[0] if source else "")
-    check_free(config, take_over=take_over)
-    return Launch(
+    held = claim_folder(config, take_over=take_over)
+    launch = Launch(
         config=msgspec.to_builtins(config),
         fingerprint=fingerprint(config),
         changes=[dict(change) for change in really_changed(config, found.recorded())],
@@ -78,6 +80,7 @@ def checked(
         take_over=take_over,
         command=command,
     )
+    return launch, held
 
 
 def write(launch: Launch, config: Config) -> Path:

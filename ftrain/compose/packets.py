@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from recovery.endings import code_for_a_person, keeps_memory
 from recovery.events import AttemptStarted, Decided, Event, InterruptionClassified, Verdict
 from recovery.files import replace_file
 from recovery.packet import Option, Packet, packet
@@ -27,12 +28,19 @@ class Packets:
     """Sees every event of the run; writes a packet for each decision to stop."""
 
     def __init__(
-        self, folder: Path, command: str, state: Callable[[], RunState], *, skips: Sequence[tuple[int, int]] | None = None
+        self,
+        folder: Path,
+        command: str,
+        state: Callable[[], RunState],
+        *,
+        skips: Sequence[tuple[int, int]] | None = None,
+        stored: Callable[[bool], int] = lambda keep: 0,
     ) -> None:
         """`command` goes on with the run; `state` is the coordinator's, after the event; `skips`: the ranges of `data.skip`, if
-        the run can pass over data.
+        the run can pass over data; `stored`: up to which step, once the run is left, with what memory holds or without.
         """
         self._folder, self._command, self._state, self._skips = folder, command, state, skips
+        self._stored = stored
         self._verdict: tuple[str, Verdict] | None = None
 
     def on_event(self, event: Event) -> None:
@@ -46,13 +54,14 @@ class Packets:
 
     def _draw(self, verdict: Verdict, decided: Decided) -> Packet:
         state = self._state()
+        stored = max(state.committed_step or 0, self._stored(keeps_memory(code_for_a_person(verdict.class_))))
         earlier = replace(state.history, interruptions=state.interruptions[:-1])
         return packet(
             verdict,
             Decision(action=decided.action, reason=decided.reason),
             earlier,
             command=self._command,
-            steps_at_risk=max(0, state.step - (state.committed_step or 0)),
+            steps_at_risk=max(0, state.step - stored),
             onset=min((onset.step for onset in state.onsets if onset.open), default=None),
             further=(*self._passing(state, decided.attempt), *self._trusting(state, decided.attempt)),
         )

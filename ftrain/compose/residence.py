@@ -19,11 +19,11 @@ from ftrain.config import Config
 from ftrain.load import fingerprint
 from ftrain.schemes import is_local
 from recovery.agent_record import living_agent
-from recovery.owner import claim
+from recovery.owner import Claim, claim
 from storage.errors import ConfigurationError
 from storage.objects import ObjectStore
 
-__all__ = ["check_free", "check_tenant", "same_place"]
+__all__ = ["check_tenant", "claim_folder", "same_place"]
 
 
 def check_tenant(config: Config, store: ObjectStore) -> None:
@@ -69,12 +69,19 @@ def _holds(store: ObjectStore, ledger: Path) -> bool:
     return bool(both) and sink.get(oldest := min(both)) == (ledger / oldest).read_bytes()
 
 
-def check_free(config: Config, *, take_over: bool) -> None:
-    """The local folder can be written, and nobody holds it: a live run reads what is there whenever its coordinator starts."""
+def claim_folder(config: Config, *, take_over: bool) -> Claim:
+    """Hold the local folder, which can be written and is nobody else's: a live run reads what is there whenever its coordinator
+    starts.
+    """
     folder = local_dir(config)
     try:
-        claim(folder, take_over=take_over).release()
-        _check_agent(folder, fingerprint(config))
+        held = claim(folder, take_over=take_over)
+        try:
+            _check_agent(folder, fingerprint(config))
+        except BaseException:
+            held.release()
+            raise
+        return held
     except OSError as error:
         raise ConfigurationError(
             f"the run's local folder {folder} cannot be used: {error.strerror}; set run.local_dir to a folder on a local disk"

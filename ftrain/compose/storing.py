@@ -33,6 +33,7 @@ from ftrain.compose.rooms import Rooms
 from ftrain.compose.skips import missed
 from ftrain.config import Config
 from recovery import events
+from recovery.delegate import Saved
 from recovery.events import Event
 from storage.retention import RetentionPolicy
 from storage.run import RunStore
@@ -59,6 +60,11 @@ class StoringDelegate(ElasticDelegate):
         )
         self._rooms = Rooms()
         self._abandoned: set[Group] = set()  # for good, because a rank's pack could not be stored
+        self._memory_step: int | None = None
+        self._memory_attempt = 0  # that took it
+        self._takes_over = False  # from a coordinator that died; what it left in memory is there, or is lost
+        self._done = 0  # the newest step of the history as it stands, of what is known to have been done since the start
+        self._held: Group | None = None  # of the newest state of that history that was whole, wherever it is now
         self._moved: set[int] = set()  # steps since the last commit that changed the state: applied, with a learning rate
 
     def on_adopted(self, attempt: int, memo: bytes) -> Sequence[Event]:
@@ -236,6 +242,35 @@ class StoringDelegate(ElasticDelegate):
             return False
         wanted = self._last.final is not None and self._missed() is None
         return not wanted or self._last.is_stored(self._committed) or bool(self.lost())
+
+    def leaving(self, *, keep: bool) -> None:
+        """A run that is left without its last save (a worker died meanwhile) takes its newest snapshot along."""
+        wanted = self._newest_kept() if keep else None
+        if wanted is not None:
+            group = (wanted.attempt, wanted.step)
+            self._settled.discard(group)  # if it could not be stored before, it is tried once more
+            self._debts.add(group)
+            self.links.to_keeper(encode(wanted))
+
+    def _newest_kept(self) -> StoreSnapshot | None:
+        """What can be stored when the run is left: what memory holds, else copies of it on the nodes that live."""
+        wanted, newest = None, self._committed or 0
+        if self._memory_step is None:
+            wanted = self._copies.wanted({place.node for place in self.links.places()}, newer_than=newest)
+        elif self._memory_step > newest:
+            wanted = StoreSnapshot(attempt=self._memory_attempt, step=self._memory_step)
+        return wanted if wanted is not None and not self._doubts.is_void(wanted.attempt, wanted.step) else None
+
+    def will_store(self, keep: bool) -> int:
+        """The step of the newest checkpoint if the run were left now, and everything that it then waits for went well."""
+        wanted = self._newest_kept() if keep else None
+        return max(self._committed or 0, self._debts.newest, wanted.step if wanted is not None else 0)
+
+    def saved(self) -> Saved:
+        """What storage has, and what there was to store."""
+        held = self._held[1] if self._held is not None and not self._doubts.is_void(*self._held) else 0
+        step = self._origin[1]
+        return Saved(step=step, held=held, done=max(self._done, step or 0))
 
     def lost(self) -> str:
         """Why the final state is not in storage and will not be."""

@@ -35,7 +35,7 @@ from recovery.launch import python
 from recovery.ledger import Ledger, read_past
 from recovery.network import NoInterfaceError, interface_address, names_of, usual_names
 from recovery.notice import Lookout, sources
-from recovery.owner import claim
+from recovery.owner import Claim, claim
 from recovery.policy import Limits
 from recovery.rendezvous import control_folder
 from recovery.slurm import job_id
@@ -47,8 +47,9 @@ MARGIN_S = 30.0  # kept free between the last save and the end that a scheduler 
 POLL_S = 2.0
 
 
-def prepare(launch: CommandLaunch) -> Path:
-    """Check what can be checked, write what the coordinator reads, and return the run's local folder.
+def prepare(launch: CommandLaunch) -> tuple[Path, Claim]:
+    """Check what can be checked, write what the coordinator reads, and return the run's local folder, and the run, which is to
+    be handed to the coordinator.
 
     Raises RefusedError or HeldError, in words, before anything has been started.
     """
@@ -56,11 +57,15 @@ def prepare(launch: CommandLaunch) -> Path:
     folder = local_dir_of(launch.url)
     if (folder / CONFIGURED).exists():
         raise RefusedError([f"{launch.url} is the run of a config (`ftrain run`): give --run another folder"])
-    claim(folder, take_over=launch.take_over).release()
-    check_port(fleet_spec(launch, folder), "--port")
-    (folder / REQUEUE).unlink(missing_ok=True)
-    replace_file(folder / SUPERVISED, msgspec.json.format(msgspec.json.encode(launch)))
-    return folder
+    held = claim(folder, take_over=launch.take_over)
+    try:
+        check_port(fleet_spec(launch, folder), "--port")
+        (folder / REQUEUE).unlink(missing_ok=True)
+        replace_file(folder / SUPERVISED, msgspec.json.format(msgspec.json.encode(launch)))
+    except BaseException:
+        held.release()
+        raise
+    return folder, held
 
 
 def made_by_another(launch: CommandLaunch) -> str:

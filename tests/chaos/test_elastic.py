@@ -15,6 +15,7 @@ from recovery.codes import ExitCode
 from recovery.events import (
     AttemptStarted,
     ConfigChanged,
+    Decided,
     Event,
     InterruptionClassified,
     LayoutChosen,
@@ -140,6 +141,34 @@ def test_without_elastic_a_lost_place_ends_the_run_for_another_machine(corpus: s
     with no_process_left(run):
         code, output = run.run("--set", "recovery.elastic=false")
     assert code == ExitCode.RETRY_ELSEWHERE, output
+    said = " ".join(output.split())
+    assert "the run cannot go on without localhost/1: 3 places left for 4 ranks, and recovery.elastic is false, so" in said
+
+
+@pytest.mark.slow
+def test_a_link_that_fails_twice_within_minutes_costs_its_place_and_once_does_not(corpus: str, tmp_path: Path) -> None:
+    words = "NET/IB : Got async event : port error"
+    extra = "".join(f'[[faults]]\nkind = "raise"\ntext = "{words}"\nstep = {step}\nrank = 2\n' for step in (7, 14))
+    run = TinyRun(folder=tmp_path, corpus=corpus, ranks=4, micro_batch=1, extra=extra)
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == 0, output
+    events = run.events()
+    assert [event.action for event in events if isinstance(event, Decided)] == ["restart", "restart_exclude_node"]
+    assert [(event.node, event.slot) for event in events if isinstance(event, PlaceLost)] == [("localhost", 2)]
+    assert [event.ranks for event in events if isinstance(event, AttemptStarted)] == [4, 4, 3]
+
+
+@pytest.mark.slow
+def test_a_place_that_the_breaker_keeps_is_named_on_the_screen_and_in_the_report(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=blamed(7, 1))
+    with no_process_left(run):
+        code, output = run.run()
+    assert code == ExitCode.RETRY_ELSEWHERE, output
+    stays = "localhost/1 is not left out: 1 of 2 places would be, more than recovery.breaker_share = 0.25 allows"
+    for text in (output, ftrain("report", run.url).stdout):
+        assert stays in " ".join(text.split())
+        assert "the only node" not in text
 
 
 @pytest.mark.slow

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from ftrain.compose.launch import checked
 from ftrain.compose.proof import stored_digests
+from ftrain.load import load
 from recovery.client import ask
 from recovery.codes import ExitCode
-from recovery.events import CheckpointCommitted, RunEnded, StorageNotice
+from recovery.events import CheckpointCommitted, RunEnded, RunStarted, StorageNotice
 from recovery.owner import this_process
 from storage.lease import read_holder, renew
 from storage.objects import open_store
@@ -47,6 +52,48 @@ def test_the_second_of_two_runs_on_one_url_is_told_who_holds_it(corpus: str, tmp
     after = read_holder(open_store(first.url))
     assert after is not None
     assert after.over, "it let go"
+
+
+def wait_for_one(starts: list[subprocess.Popen[str]]) -> int:
+    """The number of the one that ends."""
+    while True:
+        for number, start in enumerate(starts):
+            if start.poll() is not None:
+                return number
+        time.sleep(0.02)
+
+
+def test_of_two_starts_at_once_the_refused_one_changes_nothing(corpus: str, tmp_path: Path) -> None:
+    """What the winner's next coordinator would read is the winner's; the loser names who holds the run."""
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=100_000)
+    rates = (2e-3, 5e-3)
+    starts = [run.start("--set", f"optimizer.lr={rate}") for rate in rates]
+    run.parent = None  # whichever
+    run.wait_for(lambda events: any(isinstance(event, RunStarted) for event in events))
+    lost = wait_for_one(starts)
+    code, output = finish(starts[lost])
+    assert code == ExitCode.HELD, output
+    assert re.search(r"process \d+ on ", " ".join(output.split())), output
+    won = 1 - lost
+    run.parent = starts[won]
+    written = [msgspec.json.decode((run.local / name).read_bytes()) for name in ("config.json", "launch.json")]
+    assert [record.get("config", record)["optimizer"]["lr"] for record in written] == [rates[won]] * 2
+    ask(run.local, "stop")
+    assert finish(starts[won])[0] == ExitCode.STOPPED
+    (began,) = [event for event in run.events() if isinstance(event, RunStarted)]
+    assert began.config["optimizer"]["lr"] == rates[won]
+
+
+def test_a_start_that_has_not_begun_yet_holds_the_run(corpus: str, tmp_path: Path) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, steps=3)
+    config = load(str(run.config), [])
+    _, held = checked(config, accept_change=False, origin=None, take_over=False)
+    with held:
+        code, output = run.run("--set", "optimizer.lr=5e-3")
+        assert code == ExitCode.HELD, output
+        assert f"process {os.getpid()} on" in " ".join(output.split())
+        assert [path.name for path in run.local.glob("*.json")] == ["owner.json"]
+    assert run.run()[0] == ExitCode.DONE
 
 
 def test_a_live_owner_on_another_host_is_refused_until_it_is_taken_over(corpus: str, tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ def test_a_lost_node_is_restored_from_its_buddys_memory_bit_for_bit_and_storage_
     assert stored_digests(run.url) == (run.steps, unbroken)
 
 
+def test_a_stop_in_the_verdict_of_a_lost_node_stores_the_copies(corpus: str, tmp_path: Path, unbroken: dict[str, str]) -> None:
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=f"{MACHINE}{standstill(14)}")
+    options = COPIED, "--set=checkpoint.every_steps=0"
+    with no_process_left(run), nodes_run(run, "n1", "n2") as nodes:
+        parent = run.start(*options)
+        run.wait_for(copied(12))  # type: ignore[arg-type]
+        run.halted()
+        lose(nodes, "n2")
+        ask(run.local, "stop")
+        code, output = finish(parent)
+        assert code == 75, output
+        assert "2 steps since step 12 will be done again" in output
+    with no_process_left(run), nodes_run(run, "n1", "n2"):
+        assert run.run(*options)[0] == 0
+    assert ready(run) == [("init", 0), ("storage", 12)]
+    assert stored_digests(run.url) == (run.steps, unbroken)
+
+
 def test_both_the_node_and_its_buddy_are_lost_and_storage_has_the_state(
     corpus: str, tmp_path: Path, unbroken: dict[str, str]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ftrain.compose.proof import stored_digests
 from recovery.codes import ExitCode
-from recovery.events import InterruptionClassified, SignalSent, StopRequested
+from recovery.events import InterruptionClassified, Ready, SignalSent, StopRequested
 from tests.chaos.table import SLOWLY
 from tests.chaos.test_kills import fault
 from tests.commands import ftrain, ftrain_json
@@ -28,6 +28,7 @@ def test_a_program_error_ends_in_a_packet_that_the_report_shows(tmp_path: Path, 
         with no_process_left(run):
             code, output = run.run()
     assert code == ExitCode.GIVEN_UP, output
+    assert stored_digests(run.url)[0] == 3, "the newest snapshot, which only memory had"
     report = ftrain_json("report", run.url)
     packet = report["packet"]
     unserved = f"no metrics are served on port {port} of 127.0.0.1 (Address already in use): set another recovery.metrics_port"
@@ -82,6 +83,24 @@ def test_the_warning_of_a_scheduler_saves_and_its_sigterm_does_not_hurry(tmp_pat
     assert [event.by for event in told if isinstance(event, StopRequested)] == ["SIGUSR1"]
     assert not any(isinstance(event, SignalSent) for event in told)
     assert [event.verdict.class_ for event in told if isinstance(event, InterruptionClassified)] == ["preemption"]
+
+
+@pytest.mark.slow
+def test_a_run_that_must_go_on_elsewhere_takes_its_newest_snapshot_along(
+    tmp_path: Path, corpus: str, unbroken: dict[str, str]
+) -> None:
+    error = "CUDA error: uncorrectable ECC error encountered"
+    run = TinyRun(folder=tmp_path, corpus=corpus, extra=fault("step", 17, kind="raise") + f'text = "{error}"\n')
+    with no_process_left(run):
+        code, output = run.run("--set", "recovery.elastic=false")
+    assert code == ExitCode.RETRY_ELSEWHERE, output
+    assert stored_digests(run.url)[0] == 15
+    with no_process_left(run):
+        code, output = run.run("--set", "recovery.elastic=false")
+    assert code == ExitCode.DONE, output
+    assert [(event.source, event.step) for event in run.events() if isinstance(event, Ready)] == [("init", 0), ("storage", 15)]
+    assert ftrain_json("report", run.url)["steps_lost"] <= 17 - 15
+    assert stored_digests(run.url) == (run.steps, unbroken)
 
 
 @pytest.mark.slow

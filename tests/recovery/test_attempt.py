@@ -13,7 +13,8 @@ from recovery.attempt import Attempt
 from recovery.classify import classify
 from recovery.codes import ExitCode
 from recovery.crew import Worker
-from recovery.endings import ending_of
+from recovery.delegate import Saved
+from recovery.endings import Ending, as_saved, ending_of, keeps_memory, unstored
 from recovery.events import CheckpointCommitted, Ready, StopRequested, Verdict
 from recovery.evidence import Evidence
 from recovery.files import append_whole
@@ -177,6 +178,75 @@ def test_with_other_nodes_an_excluded_one_is_no_end():
     assert ending_of(decision, verdict("gpu_lost"), stopping=False, num_nodes=2) is None
 
 
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ("this is the only node", "r; this is the only node, so the run must go on elsewhere"),
+        ("no layout is left", "r; no layout is left, so the run must go on elsewhere"),
+        ("r", "r, so the run must go on elsewhere"),
+    ],
+)
+def test_an_end_for_another_machine_says_why_once(kept: str, expected: str):
+    decision = Decision(action="restart_exclude_node", reason="r")
+    ending = ending_of(decision, verdict("gpu_lost"), stopping=False, kept=kept)
+    assert ending is not None
+    assert ending.reason == expected
+
+
+@pytest.mark.parametrize(
+    ("lost", "hurry", "code", "reason"),
+    [
+        ("", False, ExitCode.STORAGE, "the last state is not in storage after 60 s of waiting"),
+        ("no room", True, ExitCode.STORAGE, "no room"),
+        (
+            "",
+            True,
+            ExitCode.STOPPED,
+            "asked again while the last state was on its way",
+        ),
+    ],
+)
+def test_a_last_state_that_is_not_in_storage(lost, hurry, code, reason):
+    ending = unstored(lost, 60.0, hurry=hurry)
+    assert (ending.code, ending.reason) == (code, reason)
+
+
+def test_who_leaves_takes_along_what_memory_holds_unless_it_is_no_good_or_storage_is_not():
+    left = {code for code in ExitCode if not keeps_memory(code)}
+    assert left == {ExitCode.DONE, ExitCode.NUMERICS, ExitCode.STORAGE}
+
+
+STOPPED = Ending(code=ExitCode.STOPPED, outcome="stopped", reason="r")
+
+
+@pytest.mark.parametrize(
+    ("saved", "drained", "code", "reason"),
+    [
+        (Saved(), True, ExitCode.STOPPED, "r"),
+        (Saved(step=9, held=9, done=9), True, ExitCode.STOPPED, "r"),
+        (Saved(step=9, held=9, done=10), True, ExitCode.STOPPED, "r; 1 step since step 9 will be done again"),
+        (
+            Saved(step=9, held=12, done=14),
+            True,
+            ExitCode.RETRY_SAME,
+            "r; the newest state did not reach storage; 5 steps since step 9 will be done again",
+        ),
+        (
+            Saved(done=2),
+            True,
+            ExitCode.RETRY_SAME,
+            "r; the newest state did not reach storage; 2 steps since the beginning will be done again",
+        ),
+        (Saved(step=9, held=9, done=9), False, ExitCode.RETRY_SAME, "r; the newest state did not reach storage"),
+    ],
+)
+def test_a_stop_is_one_with_the_state_saved_only_if_storage_has_what_there_was_to_save(saved, drained, code, reason):
+    ending = as_saved(STOPPED, saved, drained=drained)
+    assert (ending.code, ending.reason) == (code, reason)
+    other = Ending(code=ExitCode.GIVEN_UP, outcome="given_up", reason="r")
+    assert as_saved(other, saved, drained=drained) == other
+
+
 def test_an_outbox_forgets_only_what_is_acknowledged():
     box = Outbox(limit_bytes=1000)
     for number in range(3):
@@ -253,9 +323,11 @@ def test_whenever_a_coordinator_dies_its_verdict_has_a_decision(tmp_path: Path, 
             ended.exited(exited(rank, 1))
         evidence = ended.complete(Evidence(), (), "n1")
         journal = Journal(ledger, RunState())
-        judge(journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, incidents=tmp_path / "incidents")
+        judge(journal, evidence, Limits(), attempt=ended, verdict_id="v", agent_survived=True, spared=lambda *_: "it stays")
     assert written == [["InterruptionClassified", "Decided"]]
     assert [past.action for past in journal.state.interruptions] == ["restart"]
+    assert journal.state.last_decision is not None
+    assert journal.state.last_decision.reason.endswith("; it stays"), "what overrules a decision is in the ledger with it"
 
 
 def test_the_age_of_a_beat_goes_on_after_it_was_looked_at() -> None:

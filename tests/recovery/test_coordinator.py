@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,7 @@ from toy_run import ToyRun, descendants, gone, num_fds, toy_env, toy_run, wait_u
 
 from recovery.client import NotRunningError, ask
 from recovery.codes import ExitCode
+from recovery.desk import IMPATIENT_S
 from recovery.events import (
     AttemptStarted,
     Decided,
@@ -304,6 +306,21 @@ def test_sigterm_stops_at_a_step_boundary_with_its_own_code(tmp_path):
         assert workers_died(run, 0) == {0: 0, 1: 0}
         assert run.events(SignalSent) == []
         assert all(gone(pid) for pid in members)
+
+
+def test_a_stop_that_is_asked_for_again_does_not_wait_for_storage_and_says_so(tmp_path):
+    with toy_run(tmp_path, steps=ENDLESS) as run:
+        (tmp_path / "owed").touch()
+        coordinator = run.start()
+        wait_for_steps(run)
+        coordinator.send_signal(signal.SIGTERM)
+        wait_until(lambda: workers_died(run, 0) == {0: 0, 1: 0}, "the end of the workers")
+        asked = run.events(StopRequested)[0].t
+        wait_until(lambda: time.time() - asked > 1.1 * IMPATIENT_S, "a signal that is not of the same volley")
+        coordinator.send_signal(signal.SIGTERM)
+        assert run.wait() == ExitCode.RETRY_SAME
+        reason = run.events(RunEnded)[0].reason
+        assert reason == "asked again while the last state was on its way; the newest state did not reach storage"
 
 
 def test_workers_that_ignore_the_stop_are_killed_after_stop_s(tmp_path):

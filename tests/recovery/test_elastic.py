@@ -8,7 +8,8 @@ import pytest
 
 from recovery.delegate import Delegate
 from recovery.elastic import Elastic
-from recovery.events import AttemptStarted, Event, LayoutChosen, PlaceLost, PlaceReturned, Verdict
+from recovery.endings import ONLY_NODE
+from recovery.events import AttemptStarted, Event, LayoutChosen, PlaceLost, PlaceReturned, StorageNotice, Verdict
 from recovery.journal import Journal
 from recovery.messages import ClientRequest
 from recovery.places import Place
@@ -139,7 +140,7 @@ def test_only_what_was_taken_away_can_be_given_back():
 
 def test_a_blamed_place_stays_out_twice_as_long_the_next_time():
     elastic, desk, _, clock = made(Limits(quarantine_s=100.0, layout_hold_s=10.0, breaker_share=0.5))
-    assert elastic.blame(gpu(1), EXCLUDE)
+    assert elastic.blame(gpu(1), EXCLUDE) == ""
     assert desk.left == [], "the attempt is over anyhow"
     clock.now += 99.0
     elastic.tick()
@@ -147,14 +148,14 @@ def test_a_blamed_place_stays_out_twice_as_long_the_next_time():
     clock.now += 1.0
     elastic.tick()
     assert len(elastic.places) == 4
-    assert elastic.blame(gpu(1), EXCLUDE)
+    assert elastic.blame(gpu(1), EXCLUDE) == ""
     lost = [event for event in desk.book.events if isinstance(event, PlaceLost)]
     assert [event.until - event.t for event in lost if event.until is not None] == [100.0, 200.0]
 
 
 def test_a_layout_is_kept_for_a_while_before_the_run_grows_back():
     elastic, desk, _, clock = made(Limits(quarantine_s=1.0, layout_hold_s=50.0))
-    assert elastic.blame(gpu(0), EXCLUDE)
+    assert elastic.blame(gpu(0), EXCLUDE) == ""
     clock.now += 49.0
     elastic.tick()
     assert desk.left == []
@@ -196,26 +197,44 @@ def test_a_person_who_gives_a_place_back_need_not_wait():
 
 def test_the_breaker_keeps_what_is_too_much_to_be_its_own_fault():
     elastic, desk, _, _ = made()  # a quarter of four
-    assert elastic.blame(gpu(0), EXCLUDE)
-    assert not elastic.blame(gpu(0), EXCLUDE)
+    assert elastic.spared(gpu(0), EXCLUDE) == elastic.blame(gpu(0), EXCLUDE) == ""
+    said = "n/1 is not left out: 2 of 4 places would be, more than recovery.breaker_share = 0.25 allows"
+    assert elastic.spared(gpu(0), EXCLUDE) == elastic.blame(gpu(0), EXCLUDE) == said
     assert len([event for event in desk.book.events if isinstance(event, PlaceLost)]) == 1
 
 
 def test_nobody_to_blame_or_nothing_to_exclude():
     elastic, _, _, _ = made()
-    assert not elastic.blame(gpu(None), EXCLUDE)
-    assert not elastic.blame(gpu(0), Decision(action="restart", reason="r"))
+    for given in ((gpu(None), EXCLUDE), (gpu(0), Decision(action="restart", reason="r"))):
+        assert (elastic.blame(*given), elastic.spared(*given)) == (ONLY_NODE, "")
+
+
+def test_without_a_layout_for_the_rest_it_is_said_that_there_is_none():
+    elastic, desk, _, _ = made(Limits(breaker_share=1.0), places=2)
+    assert elastic.blame(gpu(0), EXCLUDE) == "the run cannot go on without n/0: no layout of at most 1 ranks is legal and fits"
+    assert desk.book.events == []
+
+
+def test_a_place_that_stays_although_it_is_blamed_between_attempts_is_told_once():
+    elastic, desk, _, _ = made()
+    for rank in (0, 0, 0):  # each time the one that has come in its place
+        elastic.leave_out(rank, "silent_corruption", "it computes something else")
+    (told,) = [event for event in desk.book.events if isinstance(event, StorageNotice)]
+    assert told.text == (
+        "silent_corruption: it computes something else; n/1 is not left out: 2 of 4 places would be, "
+        "more than recovery.breaker_share = 0.25 allows"
+    )
 
 
 def test_nobody_is_blamed_by_the_places_of_a_layout_that_is_still_to_come():
     elastic, desk, _, _ = made(places=5)
     desk.journal.append(AttemptStarted(t=0.0, attempt=7, ranks=4, source="init"))
     ask(elastic, "drain", place="2")  # rank 2 will sit in place 3
-    assert elastic.blame(gpu(2), EXCLUDE), "the run goes on, in the new layout"
+    assert elastic.blame(gpu(2), EXCLUDE) == "", "the run goes on, in the new layout"
     elastic.leave_out(2, "silent_corruption", "r")
     assert [event.slot for event in desk.book.events if isinstance(event, PlaceLost)] == [2]
     desk.journal.append(AttemptStarted(t=1.0, attempt=8, ranks=4, source="memory"))
-    assert elastic.blame(gpu(2), EXCLUDE)
+    assert elastic.blame(gpu(2), EXCLUDE) == ""
     assert [event.slot for event in desk.book.events if isinstance(event, PlaceLost)] == [2, 3]
 
 

@@ -178,6 +178,24 @@ def test_a_node_that_died_without_coordinator_is_missed_by_the_next_one(tmp_path
 
 
 @pytest.mark.slow
+def test_a_node_that_died_with_the_coordinator_is_waited_for_as_long_as_its_lease_and_then_the_spare_is_used(tmp_path):
+    """However short our patience is: the nodes that have come are enough, and must not be taken for too few."""
+    with toy_fleet(tmp_path, "n1", "n2", steps=ENDLESS, spec={"lease_s": 6.0, "fleet": {"patience_s": 2.0}}) as run:
+        run.start()
+        wait_for_attempt(run, 0)
+        run.join("n3")
+        wait_until(lambda: "n3" in run.agents(), "the spare")
+        wait_for_steps(run)
+        run.kill_coordinator()
+        run.kill_node("n2")
+        run.start()
+        assert wait_for_attempt(run, 1).nodes == ("n1", "n3")
+        assert run.events(InterruptionClassified)[0].verdict.class_ == "node_failure"
+        ask(tmp_path, "stop")
+        assert run.wait() == ExitCode.STOPPED
+
+
+@pytest.mark.slow
 def test_a_frozen_node_is_replaced_only_when_its_lease_is_over_and_its_agent_is_a_zombie(tmp_path):
     with toy_fleet(tmp_path, "n1", "n2", "n3", steps=ENDLESS, ranks=2) as run:
         run.start()

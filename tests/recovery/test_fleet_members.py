@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recovery.fleet import Fleet
+from recovery.fleet import MARGIN_S, Fleet
 from recovery.loop import Loop, Port
 from recovery.messages import (
     AgentHello,
@@ -19,6 +19,7 @@ from recovery.messages import (
     ToAgent,
     ToCoordinator,
     Welcome,
+    WorkerInfo,
     WorkerSpec,
 )
 from recovery.spec import FleetSpec
@@ -79,6 +80,21 @@ def test_who_calls_again_is_told_what_is_asked_of_the_workers_and_the_delegate_h
     assert first.said == [Welcome(epoch=0), SetControl(stop=False, save=1)]
     assert again.said == [Welcome(epoch=0), SetControl(stop=False, save=2)]
     assert (joined, returned) == (["n1"], ["n1"])
+    loop.close()
+
+
+def test_the_rest_of_an_attempt_that_may_still_step_is_waited_for_until_its_lease_must_be_over(tmp_path: Path) -> None:
+    loop = Loop()
+    fleet = Fleet(loop, FleetSpec(control=tmp_path, host="127.0.0.1"), 60.0, lambda *told: None, lambda *died: None)
+    fleet.expect(attempt=4, ranks=2)
+    fleet.begin(1)
+    fleet.offered(Line(), AgentHello(node="n3", pid=9, boot_id="b", epoch=0))  # type: ignore[arg-type]
+    assert (fleet.expecting, fleet.ready(1), fleet.ready(2)) == (False, True, False), "a spare knows of no attempt"
+    ranks = (WorkerInfo(rank=0, pid=8),)
+    fleet.offered(Line(), AgentHello(node="n1", pid=7, boot_id="b", epoch=0, attempt=4, workers=ranks))  # type: ignore[arg-type]
+    assert (fleet.expecting, fleet.ready(2)) == (True, False), "two nodes are there, but not those that have its ranks"
+    fleet._began -= 60.0 + 2 * MARGIN_S
+    assert (fleet.expecting, fleet.ready(2)) == (False, True), "what is left of it is taken over"
     loop.close()
 
 

@@ -17,7 +17,10 @@ import sys
 from pathlib import Path
 from recovery.owner import claim
 held = claim(Path(sys.argv[1]))
-print("held", flush=True)
+print(held.previous.pid if held.previous else "held", flush=True)
+sys.stdin.read()
+held.release()
+print("let go", flush=True)
 sys.stdin.read()
 """
 
@@ -68,3 +71,50 @@ def test_an_owner_on_another_host_is_not_guessed_about(tmp_path):
 def test_a_torn_record_is_no_obstacle(tmp_path):
     (tmp_path / "owner.json").write_bytes(b'{"host": "x"')
     claim(tmp_path).release()
+
+
+@pytest.mark.chaos
+def test_a_start_hands_the_run_to_its_coordinator_with_nobody_in_between(tmp_path):
+    """From the parent's claim on, through the death of a coordinator and the start of the next one, to that one's end."""
+
+    def coordinator():
+        fds, env = held.hand_over()
+        command = [sys.executable, "-P", "-c", CLAIM, str(tmp_path)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=fds, env={**os.environ, **env})
+
+    held = claim(tmp_path)
+    with pytest.raises(HeldError, match=f"process {os.getpid()} on"):
+        claim(tmp_path)
+    first = coordinator()
+    assert first.stdout.readline() == b"held\n", "its parent has run nothing, and is nobody's predecessor"
+    with pytest.raises(HeldError, match=f"process {first.pid} on"):
+        claim(tmp_path)
+    first.kill()
+    first.communicate()
+    with pytest.raises(HeldError):
+        claim(tmp_path)
+    second = coordinator()
+    assert second.stdout.readline() == b"%d\n" % first.pid
+    held.release()
+    with pytest.raises(HeldError, match=f"process {second.pid} on"):
+        claim(tmp_path)  # its parent may go
+    second.kill()
+    second.communicate()
+    claim(tmp_path).release()
+
+
+@pytest.mark.chaos
+def test_a_coordinator_that_ends_lets_go_of_the_run_for_its_parent_too(tmp_path):
+    held = claim(tmp_path)
+    fds, env = held.hand_over()
+    command = [sys.executable, "-P", "-c", CLAIM.replace("sys.stdin.read()", "sys.stdin.readline()"), str(tmp_path)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=fds, env={**os.environ, **env})
+    assert child.stdout.readline() == b"held\n"
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"let go\n"
+    claim(tmp_path).release()
+    child.communicate(b"\n")
+    held.release()

@@ -135,3 +135,39 @@ def test_without_progress_every_run_that_is_somebodys_fault_ends(struck: list[st
         counted += class_ != "preemption"
         history = history.with_interruption(past(class_, decision.action))
     assert counted <= limits.max_restarts + limits.outage_restarts
+
+
+def flaps(*at: float, rank: int = 2, class_: str = "network_link") -> list[Action]:
+    """What is done about network faults at these times, on one node and a step apart."""
+    history, actions = History(), list[Action]()
+    for step, now_t in enumerate(at):
+        history = History(interruptions=history.interruptions, best_step=step)
+        found = Verdict(
+            class_=class_, component="network", action="restart_exclude_node", node="n", first_failing_rank=2 if step else rank
+        )
+        decision = decide(found, history, Limits(flap_s=300.0), now_t=now_t)
+        actions.append(decision.action)
+        remembered = PastInterruption(
+            class_=class_, action=decision.action, best_step=step, node="n", rank=found.first_failing_rank, t=now_t
+        )
+        history = history.with_interruption(remembered)
+    return actions
+
+
+def test_a_network_fault_is_held_against_a_place_the_second_time_within_minutes() -> None:
+    assert flaps(0.0, 300.0) == ["restart", "restart_exclude_node"]
+    assert flaps(0.0, 301.0, 400.0) == ["restart", "restart", "restart_exclude_node"]
+    assert flaps(0.0, 10.0, rank=1) == ["restart", "restart"], "two places"
+    assert flaps(0.0, 10.0, class_="gpu_lost") == ["restart_exclude_node"] * 2
+    found = Verdict(class_="network_link", component="network", action="restart_exclude_node")
+    assert "the second within 60 s (recovery.flap_s)" in decide(found, History(), Limits(flap_s=60.0), now_t=0.0).reason
+    assert decide(found, History(), Limits()).action == "restart_exclude_node", "of one that is not dated nothing is known"
+
+
+def test_each_limit_is_told_with_what_it_counts() -> None:
+    """Waits for something outside are no restarts, and of all restarts only those that nobody can explain are counted apart."""
+    before = (past("unknown"), past("object_store_network", "restart_after_wait"), past("process_crash"))
+    history = History(interruptions=before, best_step=5)
+    said = decide(verdict("unknown"), history, Limits(max_restarts=3, unknown_restarts=2)).reason
+    assert "interruption 4 without a new step (restart 3 of 3, 2 of 2 after an unknown cause)" in said
+    assert "interruption 4 without a new step (restart 3 of 3)" in decide(verdict(), history, Limits(same_failure=9)).reason

@@ -280,6 +280,9 @@ class ToyDelegate(Delegate):
     def finished(self) -> bool:
         return len(self._done) == self.toy.ranks
 
+    def drained(self) -> bool:
+        return not (self.folder / "owed").exists()
+
     def status(self) -> dict[str, Any]:
         return {"toy": True}
 

@@ -14,7 +14,17 @@ import pytest
 
 from ftrain.checkpoint.area_lock import unchanging
 from ftrain.checkpoint.arena import ArenaSlot, SlotState, Upload, slot_name, slot_nbytes
-from ftrain.checkpoint.messages import Buddies, CopyFailed, KeeperMessage, KeepSnapshots, PeerCopied
+from ftrain.checkpoint.keeper import Keeper
+from ftrain.checkpoint.messages import (
+    Buddies,
+    CopyFailed,
+    KeeperMessage,
+    KeepSnapshots,
+    PackStored,
+    PeerCopied,
+    Settled,
+    StoreSnapshot,
+)
 from ftrain.checkpoint.names import area_name, peer_name
 from ftrain.checkpoint.peer_link import Describe, Link, PeerError, Read, Unchanged, dial_keeper, offer_of
 from ftrain.checkpoint.peer_restore import PeerStore
@@ -25,11 +35,14 @@ from recovery.events import StorageNotice, TierCommitted
 from recovery.identity import make_identity
 from recovery.memory import memfd
 from storage.box import Box
+from storage.compress import Compressor
 from storage.errors import ObjectMissing
+from storage.memory import MemoryStore
 from storage.objects import ByteRange
 from storage.pack import ArraySpec, check, plan_pack
 
 SPEC = ArraySpec(name="master/w", shape=(64, 64), dtype="float32", tile=(16, 16))
+COMPRESSOR = Compressor(clevel=1)
 LAYOUT = plan_pack({SPEC.name: SPEC}, [(SPEC.name, Box.whole(SPEC.shape))])
 
 
@@ -142,10 +155,8 @@ def test_what_arrives_damaged_is_refused_and_the_copy_before_stays(nodes: tuple[
     slot = one.slots[slot_name(0, 0, 0)]
     payload = slot.payload().copy()
     payload[100] ^= 1
-    header = slot.header()
     link = dial_keeper(tmp_path, "b")
-    described = msgspec.msgpack.encode(slot.table()), b"{}"
-    link.ask(offer_of("g0000-r00000", header, (0, 3), described, len(payload)))
+    link.ask(offer_of("g0000-r00000", slot, slot.header(), (0, 3)))
     link.send_bytes(payload.data)
     with pytest.raises(PeerError, match="arrived damaged: master/w"):
         link.ask(Unchanged())
@@ -198,6 +209,40 @@ def test_a_late_copy_does_not_overwrite_what_is_read(nodes: tuple[Node, Node]) -
     one.peers.keep(KeepSnapshots(keep=(0, 3), copy=(0, 9)))
     assert isinstance(one.heard(), PeerCopied)
     assert set(two.copies()) == {3, 9}
+
+
+def test_the_copy_of_a_lost_nodes_share_goes_to_storage_as_that_node_would_have_stored_it(nodes: tuple[Node, Node]) -> None:
+    """And stays as it is until storage has it, whatever the other node knows of."""
+    one, two = nodes
+    wanted = StoreSnapshot(attempt=0, step=3, copies_of=[0])
+    one.slots[slot_name(0, 0, 0)].compress_with(COMPRESSOR)
+    one.snapshot(0, 3)
+    one.peers.keep(KeepSnapshots(keep=None, copy=(0, 3)))
+    assert isinstance(one.heard(), PeerCopied)
+    stores = MemoryStore(), MemoryStore()
+    stored = []
+    for store, (name, slot) in zip(stores, [(slot_name(0, 0, 0), None), *two.peers.lend(wanted).items()], strict=True):
+        said: queue.SimpleQueue[KeeperMessage] = queue.SimpleQueue()
+        keeper = Keeper(lambda store=store: store, said.put)  # type: ignore[misc]
+        if slot is None:
+            keeper.adopt(name, one.fds[name])
+        keeper.store(wanted, {name: slot} if slot is not None else {})
+        keeper.close()
+        answer = said.get(timeout=30.0)
+        assert isinstance(answer, PackStored), answer
+        stored.append((answer.rank, answer.manifest, store.get(next(info.key for info in store.list()))))
+    keeper.drop(name)  # which leaves it to the peers
+    assert stored[0] == stored[1]
+    assert two.peers.lend(StoreSnapshot(attempt=0, step=3, copies_of=[1])) == {}, "its own share is no copy"
+    for index, (step, fine) in enumerate(((6, PeerCopied), (9, CopyFailed)), start=1):
+        one.snapshot(index, step)
+        one.peers.keep(KeepSnapshots(keep=(0, 6) if step == 9 else None, copy=(0, step)))
+        assert isinstance(one.heard(), fine)
+    assert set(two.copies()) == {3, 6}
+    two.peers.settled(Settled(attempt=0, step=3))
+    one.peers.keep(KeepSnapshots(keep=(0, 6), copy=(0, 9)))
+    assert isinstance(one.heard(), PeerCopied)
+    assert set(two.copies()) == {6, 9}
 
 
 def test_an_area_that_is_being_filled_is_nothing_to_begin_with(
@@ -303,6 +348,10 @@ def test_one_step_at_a_time_and_whole_once_all_ranks_have_said_so() -> None:
     assert (told.tier, told.step, told.nbytes) == ("peer", 3, 10)
     assert (last().keep, last().copy) == ((0, 3), (0, 9)), "the newest there is; 6 is left out"
     assert [made.reachable(nodes) for nodes in (("a", "b"), ("a",), ("b", "c"), ("c",))] == [3, 3, 3, None]
+    made.started(["a", "c"])  # another attempt, of which nothing is whole
+    wanted = [made.wanted(nodes, newer_than=0) for nodes in (("a", "b"), ("a", "c"), ("b",), ("c",))]
+    assert [it and it.copies_of for it in wanted] == [[], [1], [0], None]
+    assert made.wanted(("a",), newer_than=3) is None, "storage has it"
 
 
 def test_a_copy_that_fails_is_a_notice_once_and_the_next_is_tried() -> None:

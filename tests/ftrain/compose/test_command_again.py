@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,10 @@ import pytest
 from ftrain.compose.command import CommandDelegate
 from ftrain.compose.command_launch import CommandLaunch
 from ftrain.compose.endwatch import EndWatch
+from ftrain.compose.paths import SUPERVISED
 from ftrain.compose.supervise import made_by_another, prepare
 from recovery.notice import Lookout
+from recovery.owner import HeldError
 
 
 def launch(folder: Path, *argv: str, cwd: str = "/work") -> CommandLaunch:
@@ -21,7 +24,13 @@ def launch(folder: Path, *argv: str, cwd: str = "/work") -> CommandLaunch:
 def test_another_command_in_the_folder_of_a_run_is_said_and_not_refused(tmp_path: Path) -> None:
     first, second = (launch(tmp_path, "python3", f"{name}/train.py") for name in "ab")
     assert made_by_another(first) == ""
-    folder = prepare(first)
+    folder, held = prepare(first)
+    with pytest.raises(HeldError, match=f"process {os.getpid()} on"):
+        prepare(second)
+    assert msgspec.json.decode((folder / SUPERVISED).read_bytes(), type=CommandLaunch) == first, (
+        "a refused start writes nothing"
+    )
+    held.release()
     assert made_by_another(second) == ""  # checked and never started: nothing is there to go on from
     (folder / "ledger").mkdir()
     assert made_by_another(first) == ""
@@ -30,7 +39,7 @@ def test_another_command_in_the_folder_of_a_run_is_said_and_not_refused(tmp_path
     assert "--run" in said
     elsewhere = made_by_another(launch(tmp_path, "python3", "a/train.py", cwd="/other"))
     assert "python3 a/train.py (in /work); now python3 a/train.py (in /other)" in elsewhere
-    assert prepare(second) == folder
+    assert prepare(second)[0] == folder
     assert made_by_another(second) == ""
 
 

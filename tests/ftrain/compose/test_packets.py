@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ftrain.compose.packets import Packets, packet_file, waiting
 from recovery import events
@@ -15,7 +16,7 @@ from recovery.state import RunState, apply
 VERDICT = Verdict(class_="disk_full", component="storage", first_failing_rank=1, reason="no space left", confidence=0.9)
 
 
-def story(action: events.Action) -> list[Event]:
+def story(action: events.Action, verdict: Verdict = VERDICT) -> list[Event]:
     """A run that committed step 10, reached step 14 and was interrupted there."""
     record = [events.StepFinished(t=3.0 + n, attempt=0, step=n, t_begin=2.0 + n, t_end=3.0 + n) for n in range(1, 15)]
     return [
@@ -24,14 +25,14 @@ def story(action: events.Action) -> list[Event]:
         events.Ready(t=2.0, attempt=0, step=0),
         *record,
         events.CheckpointCommitted(t=18.0, attempt=0, step=10),
-        events.InterruptionClassified(t=19.0, attempt=0, verdict_id="e1-v1", verdict=VERDICT),
+        events.InterruptionClassified(t=19.0, attempt=0, verdict_id="e1-v1", verdict=verdict),
         events.Decided(t=19.5, attempt=0, action=action, reason="nothing is gained by trying", verdict_id="e1-v1"),
     ]
 
 
-def tell(folder: Path, told: list[Event]) -> None:
+def tell(folder: Path, told: list[Event], *, memory: int = 0) -> None:
     state = RunState()
-    packets = Packets(folder, "ftrain run x.toml", lambda: state)
+    packets = Packets(folder, "ftrain run x.toml", lambda: state, stored=lambda keep: memory if keep else 0)
     for event in told:
         state = apply(state, event)
         packets.on_event(event)
@@ -46,6 +47,15 @@ def test_a_stop_leaves_a_packet_with_costs_and_the_command(tmp_path: Path) -> No
     assert packet.tried == ()  # this interruption is no earlier try
     assert packet.options[-1].costs.startswith("4 steps done again")
     assert "disk_full in storage, first rank 1" in packet.headline
+
+
+@pytest.mark.parametrize(("class_", "costs"), [("software_error", 1), ("numeric_divergence", 4), ("disk_full", 4)])
+def test_what_memory_holds_is_stored_before_the_run_is_left_and_costs_nothing(tmp_path: Path, class_: str, costs: int) -> None:
+    told = story("stop_for_human", replace(VERDICT, class_=class_))
+    tell(tmp_path, told, memory=13)
+    packet = waiting(told, tmp_path)
+    assert isinstance(packet, Packet)
+    assert packet.options[-1].costs.startswith(f"{costs} steps done again")
 
 
 def test_it_is_shown_until_something_is_started_again(tmp_path: Path) -> None:
