@@ -289,8 +289,7 @@ class Decided(Event, frozen=True, kw_only=True):
     reason: str
     wait_s: float = 0.0
     verdict_id: str = ""
-    differently: tuple[str, ...] = ()
-    """How the next attempt differs from the one that failed (recovery.policy.Change)."""
+    differently: tuple[str, ...] = ()  # how the next attempt differs from the one that failed (recovery.policy.Change)
     skip: tuple[int, int] | None = None  # first and last update whose data are passed over from now on
 
 

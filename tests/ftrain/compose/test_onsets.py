@@ -94,7 +94,7 @@ def doubted(delegate: RunDelegate, *, first: int) -> None:
 def test_a_stop_does_not_store_what_memory_has_from_after_the_onset(stand: Stand) -> None:
     stand.delegate._committed = 10
     doubted(stand.delegate, first=21)
-    stand.delegate.leaving(stopped=True)
+    stand.delegate.leaving(keep=True)
     assert stand.sent == []
 
 
@@ -102,7 +102,7 @@ def test_a_stop_stores_what_memory_has_from_before_any_doubt(stand: Stand) -> No
     stand.delegate._committed = 10
     for rank in range(2):
         stand.delegate.on_worker(rank, 0, encode(SnapshotTaken(rank=rank, step=19, upload=False)))
-    stand.delegate.leaving(stopped=True)
+    stand.delegate.leaving(keep=True)
     assert stand.sent == [encode(StoreSnapshot(attempt=0, step=19))]
 
 
