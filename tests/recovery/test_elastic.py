@@ -166,7 +166,7 @@ def test_a_layout_is_kept_for_a_while_before_the_run_grows_back():
 
 def test_so_it_is_before_the_run_grows_onto_nodes_that_call_again():
     elastic, desk, _, clock = made(Limits(quarantine_s=1000.0, layout_hold_s=50.0))
-    assert elastic.blame(gpu(0), EXCLUDE)
+    assert elastic.blame(gpu(0), EXCLUDE) == "", "it is left out"
     for node in ("m", "gone", "m2"):
         elastic.capacity[node] = 1
         elastic.node_joined(node)
