@@ -1,4 +1,6 @@
-"""Two starts at the same moment: both have looked, one owns the run, and the other says why it leaves."""
+"""A coordinator finds that somebody else runs the run, although its parent held the folder: it was deleted meanwhile and made
+anew by another start. The parent says why it leaves.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,28 @@ from recovery.launch import log_size, why_left
 from recovery.owner import claim
 from tests.ledgers import config
 
-RUN = "from ftrain.cli.run import run_supervised; sys.exit(run_supervised(Path(sys.argv[1])))"
+HELD = "held = claim(Path(sys.argv[1]).parent / 'that was here before')"
+RUN = f"from ftrain.cli.run import run_supervised; {HELD}; sys.exit(run_supervised(Path(sys.argv[1]), held))"
 SUPERVISE = (
     "from ftrain.cli.supervise import launch_of, run_supervised, supervise; "
-    "given = supervise.make_context('supervise', sys.argv[2:]).params; "
-    "sys.exit(run_supervised(Path(sys.argv[1]), launch_of(given, '')))"
+    f"given = supervise.make_context('supervise', sys.argv[2:]).params; {HELD}; "
+    "sys.exit(run_supervised(Path(sys.argv[1]), launch_of(given, ''), held))"
 )
 
 
 def second(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """What the loser does once it has looked; this process holds the run, as the winner would."""
+    """What the loser's parent does; this process holds the run, as the winner would."""
     held = claim(folder)
     try:
         return subprocess.run(
-            [sys.executable, "-P", "-c", f"import sys; from pathlib import Path; {code}", str(folder), *words],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"import sys; from pathlib import Path; from recovery.owner import claim; {code}",
+                str(folder),
+                *words,
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -53,7 +63,8 @@ def test_of_two_starts_at_once_the_loser_says_who_runs_it(tmp_path: Path) -> Non
 
 def test_of_two_supervised_starts_too(tmp_path: Path) -> None:
     words = ["--run", str(tmp_path / "run"), "--", "true"]
-    folder = prepare(launch_of(supervise.make_context("supervise", list(words)).params, ""))
+    folder, held = prepare(launch_of(supervise.make_context("supervise", list(words)).params, ""))
+    held.release()
     done = second(SUPERVISE, folder, *words)
     assert done.returncode == ExitCode.HELD, done.stderr
     assert f"the run is already running: process {os.getpid()} on" in done.stderr
