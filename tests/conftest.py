@@ -28,6 +28,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     server.kill()  # it takes two seconds to end in order, and nobody will read what it holds
 
 
+@pytest.fixture(autouse=True)
+def same_mounts() -> Iterator[None]:
+    """A test that gives this process mounts of its own hides every later test's small disks from processes started before."""
+    before = os.readlink("/proc/self/ns/mnt")
+    yield
+    assert os.readlink("/proc/self/ns/mnt") == before, "this process has other mounts than before the test"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """`small_disk(megabytes)` mounts an empty file system of that size and gives its folder; unmounted after the test."""

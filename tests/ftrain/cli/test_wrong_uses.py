@@ -21,6 +21,12 @@ from recovery.codes import ExitCode
 from tests.ledgers import Story, config
 
 
+@pytest.fixture(autouse=True)
+def mounts_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drill gives its process mounts of its own, and here that process is the tests'."""
+    monkeypatch.setattr("ftrain.compose.outage.private_mounts", lambda: True)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config, a run that has a ledger and no checkpoint, and one whose ledger is damaged."""
