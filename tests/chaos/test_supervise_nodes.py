@@ -67,8 +67,8 @@ class Job:
         wait_until(there, f"{count} x {kind.__name__}: {self.output()[-3000:]}", PATIENCE_S)
 
     def wait_stored(self, step: int) -> None:
-        """Until a checkpoint of this step or a later one exists. The ledger hears of it with the script's next save only, to which
-        a rank that stands still does not come.
+        """Until a checkpoint of this step or a later one exists. The ledger hears of it with the script's next save only,
+        to which a rank that stands still does not come.
         """
 
         def there() -> bool:
