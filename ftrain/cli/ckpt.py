@@ -256,7 +256,10 @@ def verify(url: str, sample: float, as_json: bool) -> None:
     if not reports:
         render.fail(f"{base}: no checkpoint is there", ExitCode.DAMAGED)
     if not all(facts["ok"] for facts in reports.values()):
-        render.fail("damage was found: a resume passes such a checkpoint over", ExitCode.DAMAGED)
+        render.fail(
+            "damage was found: a resume passes over a checkpoint whose state is damaged (weights/* it makes anew)",
+            ExitCode.DAMAGED,
+        )
 
 
 @ckpt.command()

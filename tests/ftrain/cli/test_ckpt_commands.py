@@ -129,7 +129,9 @@ def test_a_retired_step_is_said_to_be_gone_and_not_to_be_damaged(run: RunStore) 
     run.store.delete(pack)
     lost = CliRunner().invoke(ckpt, ["verify", f"{run.store.url}@60"])
     assert (lost.exit_code, lost.stdout) == (ExitCode.DAMAGED, f"step 60: {pack} is not there\n")
-    assert lost.stderr == "damage was found: a resume passes such a checkpoint over\n"
+    assert (
+        lost.stderr == "damage was found: a resume passes over a checkpoint whose state is damaged (weights/* it makes anew)\n"
+    )
 
 
 def test_a_pin_on_a_step_that_is_not_there_is_refused_and_nothing_deleted(run: RunStore) -> None:
