@@ -28,6 +28,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     server.kill()  # it takes two seconds to end in order, and nobody will read what it holds
 
 
+@pytest.fixture
+def no_mounts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drill gives its process mounts of its own; where that is the tests' process, it only asks whether it could."""
+    monkeypatch.setattr("ftrain.compose.outage.private_mounts", lambda: os.geteuid() == 0)
+
+
 @pytest.fixture(autouse=True)
 def same_mounts() -> Iterator[None]:
     """A test that gives this process mounts of its own hides every later test's small disks from processes started before."""

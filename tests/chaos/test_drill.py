@@ -36,6 +36,7 @@ def drilled(run: TinyRun, *options: str, limit_s: float) -> dict[str, Any]:
 
 
 @pytest.mark.minutes(2.5)
+@pytest.mark.usefixtures("no_mounts_of_its_own")
 def test_two_minutes(tmp_path: Path, corpus: str) -> None:
     """Half of them left alone, half of them under fire."""
     run = TinyRun(folder=tmp_path, corpus=corpus)

@@ -21,10 +21,7 @@ from recovery.codes import ExitCode
 from tests.ledgers import Story, config
 
 
-@pytest.fixture(autouse=True)
-def mounts_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drill gives its process mounts of its own, and here that process is the tests'."""
-    monkeypatch.setattr("ftrain.compose.outage.private_mounts", lambda: True)
+pytestmark = pytest.mark.usefixtures("no_mounts_of_its_own")
 
 
 @pytest.fixture(scope="module")
