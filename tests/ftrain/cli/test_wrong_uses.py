@@ -20,7 +20,6 @@ from ftrain.starter import Facts, text
 from recovery.codes import ExitCode
 from tests.ledgers import Story, config
 
-
 pytestmark = pytest.mark.usefixtures("no_mounts_of_its_own")
 
 
