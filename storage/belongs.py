@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from storage.epoch import EpochRecord, read_epochs
+from storage.epoch import EpochRecord
 from storage.errors import FormatError, ObjectMissing
-from storage.keys import epoch_key
+from storage.keys import EPOCHS, epoch_key, parse_epoch_key
 from storage.objects import ObjectStore
 from storage.record import MAX_RECORD_BYTES, decode_record
 
@@ -35,9 +35,10 @@ def no_mirror_of(run: ObjectStore, place: ObjectStore) -> str:
 
     Where the run itself was brought back from that place, copies of the one it was count as its own.
     """
-    newest = read_epochs(place).newest
-    if newest < 0:
+    taken = _taken(place)
+    if not taken:
         return ""
+    newest = max(taken)
     held = owner_of(place, newest)
     if "copy_of" not in held:
         return f"{place.url} belongs to a training run (epoch {newest}), which a copy would fence out"
@@ -53,8 +54,14 @@ def _run_id(store: ObjectStore) -> str:
 
 
 def _first(store: ObjectStore) -> EpochRecord:
-    first = min(read_epochs(store).starts, default=-1)
-    return (_record(store, first) if first >= 0 else None) or _NONE
+    taken = _taken(store)
+    return (_record(store, min(taken)) if taken else None) or _NONE
+
+
+def _taken(store: ObjectStore) -> list[int]:
+    """The numbers alone: a mirror has an epoch for each of thousands of copies, and reading a record is a request."""
+    numbers = (parse_epoch_key(info.key) for info in store.list(EPOCHS))
+    return [number for number in numbers if number is not None]
 
 
 def _record(store: ObjectStore, epoch: int) -> EpochRecord | None:
